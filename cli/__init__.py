@@ -1,0 +1,1 @@
+"""The `hyperopt-ckpt` command."""
