@@ -49,7 +49,7 @@ class LockedError(CheckpointError):
 
 
 class CorruptError(CheckpointError):
-    """Bytes are missing or are not those that were written; the message names file, offset, tensor."""
+    """Bytes are missing or are not those that were written: names file, offset and tensor."""
 
     exit_code: ClassVar[int] = 12
 

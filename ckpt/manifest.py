@@ -31,7 +31,7 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One tensor. `mesh` indexes `Topology.meshes` (None: a plain tensor that every rank had whole);
+    """One tensor. `mesh` indexes `Topology.meshes` (None: a plain tensor, whole on every rank);
     `placements` are texts such as `R`, `S(0)`, `_S(0,2)`, one per mesh dim. Optimizer state also
     names its parameter and its state key; its owners are found in the ownership map."""
 
@@ -45,7 +45,7 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """A data, index or extra file: path inside the checkpoint, bytes, XXH3-128 of all its bytes (hex)."""
+    """A file of a checkpoint: path inside it, size in bytes, XXH3-128 of all its bytes (hex)."""
 
     name: str
     size: int

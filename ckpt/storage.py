@@ -72,7 +72,7 @@ class Storage(Protocol):
         """Rename a file or directory. Raises FileExistsError if the destination exists."""
 
     def link(self, source: Storage, source_name: str, name: str) -> bool:
-        """Make `name` share the data of another storage's file without copying; False if it can't."""
+        """Make `name` share the data of another storage's file, uncopied; False if it can't."""
 
     def remove(self, name: str) -> None:
         """Remove a file or a whole directory; nothing if it is not there."""

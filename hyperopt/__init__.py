@@ -1,1 +1,1 @@
-"""Muon and AdamW whose state lives on owner replicas. Names load lazily: torch is imported on use."""
+"""Muon and AdamW whose state lives on owner replicas. Names load lazily."""

@@ -146,7 +146,7 @@ def replicate_dims(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -
 def replica_index(
     mesh_sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> int:
-    """Which replica a mesh coordinate belongs to: its coordinates on the replicate dims, row-major."""
+    """Which replica a mesh coordinate belongs to: its place on the replicate dims, row-major."""
     dims = replicate_dims(mesh_sizes, placements)
     return ravel([coordinate[i] for i in dims], [mesh_sizes[i] for i in dims])
 
@@ -344,8 +344,8 @@ class ParameterPlacement:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One state tensor that exists on its owners: parameter FQN, state key, global shape, dtype name
-    (`float32`, `bfloat16`, ...)."""
+    """One state tensor that exists on its owners: parameter FQN, state key, global shape, and dtype
+    name (`float32`, `bfloat16`, ...)."""
 
     fqn: str
     key: str
@@ -361,13 +361,14 @@ def held_boxes(
     `shape` is the state's shape: the parameter's own (sharded like it), or another one, such as the
     0-D `step` (whole on every shard rank of the owner of the parameter's first row).
     """
-    if placement.mesh is None:
-        sizes, placements, coordinate = (world_size,), (Placement(),), (rank,)
-    else:
-        at = placement.mesh.coordinate(rank)
-        if at is None:
-            return ()
-        sizes, placements, coordinate = placement.mesh.sizes, placement.placements, at
+    sizes: tuple[int, ...] = (world_size,)
+    placements: tuple[Placement, ...] = (Placement(),)
+    coordinate: tuple[int, ...] | None = (rank,)
+    if placement.mesh is not None:
+        sizes, placements = placement.mesh.sizes, placement.placements
+        coordinate = placement.mesh.coordinate(rank)
+    if coordinate is None:
+        return ()
     like_parameter = tuple(shape) == placement.shape
     spread = placements if like_parameter else tuple(Placement() for _ in sizes)
     boxes = local_boxes(shape, sizes, spread, coordinate)
@@ -406,13 +407,13 @@ class OwnedState(Protocol):
 
     def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
         """Replace all state by `pieces` (adopted, not copied; boxes as in `held_boxes`). State
-        that is not mentioned is absent afterwards. Nothing else changes: no parameter, no counter."""
+        that is not mentioned is absent afterwards. No parameter and no counter changes."""
 
     def state_table(self) -> dict[str, StateEntry]:
         """Every state tensor that exists on its owners, the same on all ranks of its mesh."""
 
     def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
-        """What `state_table` shall say after `load_owned_state`: known on every rank, owner or not."""
+        """What `state_table` says from now on: known on every rank, owner or not."""
 
     def group_table(self) -> list[GroupRow]:
         """The parameter groups, in order."""
