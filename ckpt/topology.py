@@ -289,8 +289,8 @@ def _with_owners(tensor: PlacedTensor, of: StateOf | None, owners: _Owners) -> P
 
 def _moved(source: Mapping[str, PlacedTensor], mesh: MeshSpec) -> dict[str, PlacedTensor]:
     """All tensors on another mesh; owners are left as they were."""
-    meshes = {at for tensor in source.values() if (at := tensor.placement.mesh) is not None}
-    known = sorted({name for spec in meshes for name in spec.names})
+    meshes = {spec for tensor in source.values() if (spec := tensor.placement.mesh) is not None}
+    known = sorted({name for other in meshes for name in other.names})
     _check_names(mesh, known)
     out = {}
     for key, tensor in source.items():
