@@ -284,7 +284,7 @@ def _call(job: Job, rank: int, listener: socket.socket) -> tuple[object, str | N
     """Run the function in a default gloo process group: its result, or its traceback."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
     # Rank 0 adopts the socket that the server bound before the fork, so no port can be lost.

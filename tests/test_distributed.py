@@ -66,11 +66,14 @@ def _leave_on(rank: int) -> None:
         os._exit(7)
 
 
+_UNSENT: list[object] = []
+
+
 def _send_late() -> int:
     """Rank 0 is done at once, without waiting for its message to leave; rank 1 asks for it late."""
     value = torch.tensor([7])
     if dist.get_rank() == 0:
-        dist.isend(value, 1)
+        _UNSENT.extend([value, dist.isend(value, 1)])
         return 7
     time.sleep(0.3)
     received = torch.zeros_like(value)
