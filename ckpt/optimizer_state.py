@@ -119,9 +119,9 @@ class OwnedPart:
             if fit.differing or _shape_differs(key, entry, placement.shape, fit):
                 continue
             boxes = held_boxes(placement, entry.shape, saved.rank, saved.world_size)
+            # Also where this rank holds no part: an owner's shard may be empty.
             tensor = _allocate(entry, boxes, devices.get(of.parameter, devices[""]))
-            if boxes:
-                pieces[short] = tensor
+            pieces[short] = tensor
             fit.targets.extend(
                 ReadTarget(key, box, piece.tensor)
                 for box, piece in zip(boxes, tensor.pieces, strict=True)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.data_file import DTYPES
+from ckpt.dtypes import DTYPES
 from ckpt.errors import IncompatibleError
 from ckpt.topology import PlacedTensor
 from hyperopt.ownership import Box, MeshSpec, ParameterPlacement, held_boxes, imbalance

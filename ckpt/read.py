@@ -10,7 +10,7 @@ import xxhash
 
 from ckpt.app_state import ReadTarget
 from ckpt.checkpoint import Checkpoint
-from ckpt.data_file import DTYPES
+from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError
 from ckpt.manifest import ChunkEntry
 from ckpt.ranges import overlap_runs

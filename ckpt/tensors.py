@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from ckpt.data_file import DTYPES
+from ckpt.dtypes import DTYPES
 from ckpt.errors import IncompatibleError, UsageError
 from ckpt.topology import PlacedTensor
 from hyperopt.ownership import Box, MeshSpec, ParameterPlacement, Placement, local_boxes

@@ -62,11 +62,16 @@ def part(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole[tuple(slice(a, a + n) for a, n in where)].clone()
 
 
+def expected(name: str, like: torch.Tensor) -> torch.Tensor:
+    """The value of an entry of `Net`'s state dict; the head is tied to the embedding."""
+    return oracle("embed.weight" if name == "head.weight" else name, like.shape, like.dtype)
+
+
 def fill(model: nn.Module, offset: float = 0.0) -> None:
     """Give every parameter and persistent buffer of a fresh module its value (before sharding)."""
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(oracle(name, tensor.shape, tensor.dtype) + offset)
+            tensor.copy_(expected(name, tensor) + offset)
 
 
 def shard(model: nn.Module, sizes: tuple[int, int]) -> nn.Module:
@@ -86,8 +91,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def assert_model(model: nn.Module) -> None:
     """Every parameter and persistent buffer has its value."""
     for name, tensor in model.state_dict().items():
-        expected = oracle("embed.weight" if name == "head.weight" else name, tensor.shape, tensor.dtype)
-        assert torch.equal(whole(tensor), expected), name
+        assert torch.equal(whole(tensor), expected(name, tensor)), name
 
 
 def placement_of(
@@ -160,11 +164,11 @@ class OwnerOptimizer(torch.optim.Optimizer):
         assert loaded[1] == self.entries
         assert loaded[2] == self.group_step
         assert loaded[0].keys() == self.owned.keys()
-        for name, expected in self.owned.items():
+        for name, wanted in self.owned.items():
             found = loaded[0][name]
-            assert (found.global_shape, found.dtype) == (expected.global_shape, expected.dtype)
-            assert len(found.pieces) == len(expected.pieces)
-            for one, other in zip(found.pieces, expected.pieces, strict=True):
+            assert (found.global_shape, found.dtype) == (wanted.global_shape, wanted.dtype)
+            assert len(found.pieces) == len(wanted.pieces)
+            for one, other in zip(found.pieces, wanted.pieces, strict=True):
                 assert one.offsets == other.offsets
                 assert torch.equal(one.tensor, other.tensor), name
 
@@ -172,7 +176,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
         return self.owned
 
     def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
-        self.owned = dict(pieces)
+        self.owned = {name: owned for name, owned in pieces.items() if owned.pieces}
 
     def state_table(self) -> dict[str, StateEntry]:
         return self.entries

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.data_file import DTYPES
+from ckpt.dtypes import DTYPES
 from ckpt.errors import IncompatibleError
 from ckpt.planner import WritePlan, plan_writes, table_digest
 from ckpt.topology import PlacedTensor

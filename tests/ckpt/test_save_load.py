@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,11 +15,14 @@ from ckpt.save import save
 from tests.ckpt.states import Net, OwnerOptimizer, assert_model, fill, shard
 from tests.distributed import run_ranks
 
-MESHES = [(2, 2), (4, 1), (1, 4), (1, 2), (1, 1)]
+Sizes = tuple[int, int]
+
+ON_FOUR: list[Sizes] = [(2, 2), (4, 1), (1, 4)]
+ON_TWO: list[Sizes] = [(1, 2), (2, 1)]
 STEPS = 7
 
 
-def build(sizes: tuple[int, int] | None, offset: float = 0.0) -> tuple[nn.Module, OwnerOptimizer]:
+def build(sizes: Sizes | None, offset: float = 0.0) -> tuple[nn.Module, OwnerOptimizer]:
     """A model and its optimizer on a mesh; None: plain tensors."""
     model: nn.Module = Net()
     fill(model, offset)
@@ -31,7 +33,7 @@ def build(sizes: tuple[int, int] | None, offset: float = 0.0) -> tuple[nn.Module
     return model, OwnerOptimizer(model.named_parameters(), replicas, frozen=("norm.weight",))
 
 
-def save_on(sizes: tuple[int, int] | None, path: str) -> int:
+def save_on(sizes: Sizes | None, path: str) -> int:
     model, optimizer = build(sizes)
     optimizer.run(STEPS)
     extra = {"tokens": 1000, "curve": torch.arange(5) / 7, "pair": (1, 2)}
@@ -39,7 +41,7 @@ def save_on(sizes: tuple[int, int] | None, path: str) -> int:
     return sum(report.bytes_per_rank)
 
 
-def load_on(sizes: tuple[int, int] | None, path: str) -> LoadReport:
+def load_on(sizes: Sizes | None, path: str) -> LoadReport:
     model, optimizer = build(sizes, offset=1.0)
     optimizer.param_groups[0]["lr"] = 5.0
     extra: dict[str, Any] = {"tokens": 0}
@@ -65,21 +67,32 @@ def state_bytes(path: Path) -> int:
     )
 
 
-@pytest.mark.parametrize("source", [*MESHES, None])
-def test_every_topology_loads_what_any_other_saved(
-    tmp_path: Path, source: tuple[int, int] | None
-) -> None:
-    path = tmp_path / "checkpoint"
-    if source is None:
-        save_on(None, str(path))
-    else:
-        run_ranks(save_on, source[0] * source[1], source, str(path))
-    for target in MESHES:
-        run_ranks(load_on, target[0] * target[1], target, str(path))
-    load_on(None, str(path))
+def path_of(root: str, sizes: Sizes | None) -> str:
+    return f"{root}/{'plain' if sizes is None else '{}x{}'.format(*sizes)}"
 
 
-def load_optimizer_on(sizes: tuple[int, int], path: str) -> int:
+def save_all(meshes: list[Sizes | None], root: str) -> None:
+    for sizes in meshes:
+        save_on(sizes, path_of(root, sizes))
+
+
+def load_all(sources: list[Sizes | None], targets: list[Sizes | None], root: str) -> None:
+    for source in sources:
+        for target in targets:
+            load_on(target, path_of(root, source))
+
+
+def test_every_topology_loads_what_any_other_saved(tmp_path: Path) -> None:
+    root, sources = str(tmp_path), [*ON_FOUR, *ON_TWO, None]
+    run_ranks(save_all, 4, ON_FOUR, root)
+    run_ranks(save_all, 2, ON_TWO, root)
+    save_all([None], root)
+    run_ranks(load_all, 4, sources, ON_FOUR, root, timeout=120)
+    run_ranks(load_all, 2, sources, ON_TWO, root, timeout=120)
+    load_all(sources, [None], root)
+
+
+def load_optimizer_on(sizes: Sizes, path: str) -> int:
     _, optimizer = build(sizes)
     return load(path, optimizer=optimizer).bytes_read[dist.get_rank()]
 
