@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckpt.app_state import PER_RANK, Snapshot
-from ckpt.coordinator import Coordinator, everywhere
+from ckpt.coordinator import LEADER, Coordinator, everywhere
 from ckpt.errors import CheckpointError, IncompatibleError, UsageError
 from ckpt.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.object_state import tensor_digest
@@ -157,7 +157,7 @@ def _records(shared: Snapshots) -> Records:
     )
 
 
-# ---------------------------------------------------------------------------------------- agreement
+# -------------------------------------------------------------------------------------- agreement
 
 
 def _agree_on_layout(
@@ -205,12 +205,13 @@ def _settle_copies(
     digest = hashlib.sha256(repr(copies).encode()).digest()
     if len(set(coordinator.all_gather_object(digest))) == 1:
         return plan
-    narrowed = {
-        key: _held_by(layout.placed[key], rank)
-        for key, rank in _differing(coordinator.all_gather_object(copies)).items()
-    }
-    if not narrowed:
+    differing = _differing(coordinator.all_gather_object(copies))
+    if not differing:
         return plan
+    if coordinator.rank == LEADER:
+        for key, rank in differing.items():
+            log.warning("%s: copies differ between ranks; that of rank %d is saved", key, rank)
+    narrowed = {key: _held_by(layout.placed[key], rank) for key, rank in differing.items()}
     return plan_writes({**layout.placed, **narrowed}, coordinator.world_size)
 
 
@@ -228,7 +229,6 @@ def _differing(gathered: list[dict[str, tuple[bytes, bool]]]) -> dict[str, int]:
                 "of which one copy would be saved; shard it as a DTensor, give it another name "
                 "on each rank, or make the copies equal"
             )
-        log.warning("%s: copies differ between ranks; that of rank %d is saved", key, ranks[0])
         out[key] = ranks[0]
     return out
 
@@ -240,7 +240,7 @@ def _held_by(tensor: PlacedTensor, rank: int) -> PlacedTensor:
     return replace(tensor, placement=where)
 
 
-# ------------------------------------------------------------------------------- this rank's share
+# ------------------------------------------------------------------------------ this rank's share
 
 
 def planned_writes(
@@ -289,6 +289,12 @@ def check_finite(writes: Iterable[PlannedWrite]) -> None:
 
 def _private_file(rng: dict[str, Any], values: Mapping[str, Any]) -> bytes:
     """This rank's private file, which `torch.load(weights_only=True)` reads."""
+    sharded = [name for name, value in values.items() if value is None]
+    if sharded:
+        raise UsageError(
+            f"the state of {' or '.join(sharded)} has sharded tensors, so the rest of it must be "
+            "plain data that is equal on all ranks; keep what differs in an object of its own"
+        )
     buffer = io.BytesIO()
     torch.save({"format": PRIVATE_FORMAT, "rng": rng, "values": dict(values)}, buffer)
     data = buffer.getvalue()

@@ -134,7 +134,7 @@ def _peers_alive() -> Iterator[None]:
         ) from error
 
 
-# ------------------------------------------------------------------------------- failures of a rank
+# ----------------------------------------------------------------------------- failures of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +197,7 @@ def on_leader(coordinator: Coordinator, what: str, function: Callable[[], T]) ->
     return cast(T, result)
 
 
-def _raise_failures(
-    what: str, failures: list[Failure | None], own: Exception | None
-) -> None:
+def _raise_failures(what: str, failures: list[Failure | None], own: Exception | None) -> None:
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if not failed:
         return

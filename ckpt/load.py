@@ -20,7 +20,7 @@ import torch
 from ckpt.app_state import Fit, Redistribute, Saved, private_file
 from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, together
-from ckpt.errors import CorruptError, IncompatibleError, TryAgainError
+from ckpt.errors import CorruptError, IncompatibleError, NotFoundError, TryAgainError
 from ckpt.groups import state_key
 from ckpt.manifest import Manifest
 from ckpt.parts import open_parts
@@ -112,7 +112,9 @@ def _same_everywhere(manifest: Manifest, coordinator: Coordinator) -> None:
 
 def read_private(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """What was saved for one rank alone."""
-    name = private_file(rank)
+    name = _private_name(checkpoint.manifest, rank)
+    if name is None:
+        raise NotFoundError(f"{checkpoint.storage.url}: nothing was saved for rank {rank} alone")
     data = checkpoint.storage.read(name)
     try:
         content = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
@@ -123,20 +125,26 @@ def read_private(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     return content
 
 
+def _private_name(manifest: Manifest, rank: int) -> str | None:
+    """A rank's private file; on object stores it lies under the token of its save."""
+    name = private_file(rank)
+    names = (file.name for file in manifest.files)
+    return next((n for n in names if n == name or n.endswith(f"/{name}")), None)
+
+
 def _apply(fits: Sequence[Fit], saved: Saved, rng: bool) -> None:
     for fit in fits:
         fit.apply()
     if not rng:
         return
     then = saved.manifest.topology.world_size
-    names = {file.name for file in saved.manifest.files}
-    if then == saved.world_size and private_file(saved.rank) in names:
+    if then == saved.world_size and _private_name(saved.manifest, saved.rank):
         restore_rng(saved.private(saved.rank)["rng"])
     elif saved.rank == LEADER:
         log.info("random number generators stay as they are: %d ranks saved theirs", then)
 
 
-# --------------------------------------------------------------------------------------------- diffs
+# ------------------------------------------------------------------------------------------ diffs
 
 
 def _check_fits(

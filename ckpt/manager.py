@@ -95,7 +95,7 @@ class CheckpointManager:
         """Give the process group back."""
         self._coordinator.close()
 
-    # ------------------------------------------------------------------------------------------ save
+    # ---------------------------------------------------------------------------------------- save
 
     def save(self, step: int, **state: Any) -> SaveReport:
         """Save `model=..., optimizer=..., ...` as the checkpoint of `step`. See `ckpt.save`.
@@ -124,7 +124,7 @@ class CheckpointManager:
         except (OSError, CheckpointError) as error:
             log.warning("old checkpoints could not be removed: %s", error)
 
-    # ------------------------------------------------------------------------------------------ load
+    # ---------------------------------------------------------------------------------------- load
 
     def latest(self, level: Level | None = None) -> RunEntry | None:
         """The newest checkpoint that passes a level, the same on all ranks; None if there is none.
@@ -153,8 +153,7 @@ class CheckpointManager:
         options = LoadOptions(allow_narrowing, redistribute, rng)
         problems: list[str] = []
         for name in on_leader(self._coordinator, "find a checkpoint", lambda: self._names(step)):
-            problem = on_leader(self._coordinator, f"check {name}", lambda: self._problem(name))
-            problem = problem or self._try_load(name, state, options)
+            problem = self._problem(name) or self._try_load(name, state, options)
             if problem is None:
                 return self._remember(name)
             problems.append(f"{self.storage.child(name).url}: {problem}")
@@ -171,16 +170,21 @@ class CheckpointManager:
         names = [entry.name for entry in candidates(self.storage, step)]
         if step is not None and not names:
             have = [entry.step for entry in scan(self.storage) if entry.status == "committed"]
-            raise NotFoundError(f"{self.storage.url} has no checkpoint of step {step}; it has {have}")
+            raise NotFoundError(
+                f"{self.storage.url} has no checkpoint of step {step}; it has {have}"
+            )
         return names
 
     def _problem(self, name: str) -> str | None:
-        entry = next((e for e in scan(self.storage) if e.name == name), None)
-        return "it was removed" if entry is None else problem_of(self.storage, entry, self._level)
+        """What keeps a checkpoint from passing the level. A collective."""
 
-    def _try_load(
-        self, name: str, state: Mapping[str, Any], options: LoadOptions
-    ) -> str | None:
+        def find() -> str | None:
+            entry = next((e for e in scan(self.storage) if e.name == name), None)
+            return problem_of(self.storage, entry, self._level) if entry else "it was removed"
+
+        return on_leader(self._coordinator, f"check {name}", find)
+
+    def _try_load(self, name: str, state: Mapping[str, Any], options: LoadOptions) -> str | None:
         """Load one checkpoint; returns what is broken about it, on all ranks alike."""
         try:
             checkpoint = everywhere(

@@ -1,8 +1,8 @@
 """One state from those of all ranks, where ranks hold different things. Pure, no torch.
 
-Usually all ranks have the same layout, and a digest says so. They differ legitimately where pipeline
-stages hold different layers, and where the same parameter lies on several sub-meshes. Whatever
-cannot be told apart from a fault is an error that names the tensor or group, and ranks.
+Usually all ranks have the same layout, and a digest says so. They differ legitimately where
+pipeline stages hold different layers, and where the same parameter lies on several sub-meshes.
+Whatever cannot be told apart from a fault is an error that names the tensor or group, and ranks.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def merge_records(records: Sequence[Records]) -> Records:
     for each in records:
         ownership.extend(entry for entry in each.ownership if entry not in ownership)
     absent = dict.fromkeys(key for each in records for key in each.absent)
-    return Records(
-        _merge_groups(records), tuple(ownership), tuple(absent), _merge_values(records)
-    )
+    return Records(_merge_groups(records), tuple(ownership), tuple(absent), _merge_values(records))
 
 
 def _merge_tensor(
@@ -96,9 +94,7 @@ def _merge_sub_meshes(key: str, versions: Mapping[PlacedTensor, list[int]]) -> P
     if not alike or len(specs) < len(meshes) or len(set(ranks)) < len(ranks):
         told = "; ".join(f"ranks {_list(ranks)}: {_told(t)}" for t, ranks in versions.items())
         raise IncompatibleError(f"{key}: ranks disagree about this tensor: {told}")
-    mesh = MeshSpec(
-        ("copy", *specs[0].names), (len(specs), *specs[0].sizes), tuple(ranks)
-    )
+    mesh = MeshSpec(("copy", *specs[0].names), (len(specs), *specs[0].sizes), tuple(ranks))
     where = replace(
         first.placement, mesh=mesh, placements=(Placement(), *first.placement.placements)
     )
@@ -138,7 +134,9 @@ def _merge_values(records: Sequence[Records]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for rank, each in enumerate(records):
         for name, value in each.values.items():
-            merged[name] = _merge_value(merged[name], value, name, rank) if name in merged else value
+            merged[name] = (
+                _merge_value(merged[name], value, name, rank) if name in merged else value
+            )
     return merged
 
 

@@ -122,9 +122,7 @@ class ModelPart:
             module.load_state_dict(own, strict=False)
 
 
-def compare(
-    key: str, entry: TensorEntry, local: LocalTensor, allow_narrowing: bool
-) -> list[str]:
+def compare(key: str, entry: TensorEntry, local: LocalTensor, allow_narrowing: bool) -> list[str]:
     """What differs between a saved tensor and a live one, as sentences."""
     placed = local.placed
     if entry.shape != placed.shape:

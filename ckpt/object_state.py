@@ -43,6 +43,24 @@ def tensor_digest(local: LocalTensor) -> bytes:
     return digest.digest()
 
 
+def find_tensors(name: str, state: Any) -> dict[str, torch.Tensor]:
+    """All tensors within a state, by their paths. Raises UsageError where two have one path."""
+    found: dict[str, torch.Tensor] = {}
+
+    def leaf(path: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if path in found:
+                raise UsageError(f"two tensors are called {path!r}")
+            found[path] = value
+
+    encode_value(state, name, leaf)
+    return found
+
+
+def _encode_tensor(path: str, value: Any) -> Any:
+    return tagged("tensor", path) if isinstance(value, torch.Tensor) else NotImplemented
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectPart:
     """One object, or one dict, which loading updates in place."""
@@ -58,22 +76,16 @@ class ObjectPart:
     def capture(self) -> Snapshot:
         """Values and tensors; and the state as it is, in case that ranks have different ones."""
         state = self._state()
-        tensors: dict[str, LocalTensor] = {}
-
-        def leaf(path: str, value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return NotImplemented
-            if path in tensors:
-                raise UsageError(f"two tensors are called {path!r}")
-            tensors[path] = self.reader.read(path, value)
-            return tagged("tensor", path)
-
+        live = find_tensors(self.name, state)
+        tensors = {path: self.reader.read(path, tensor) for path, tensor in live.items()}
+        # Sharded tensors are nobody's own, so they cannot go into a private file.
+        raw = None if any(isinstance(tensor, DTensor) for tensor in live.values()) else state
         try:
-            values = encode_value(state, self.name, leaf)
+            values = encode_value(state, self.name, _encode_tensor)
         except UsageError:
             # More than plain data: for the private file, which has its own checks.
-            return Snapshot({}, raw=state)
-        return Snapshot(tensors, values=values, raw=state, fingerprint=_digest(values, tensors))
+            return Snapshot({}, raw=raw)
+        return Snapshot(tensors, values=values, raw=raw, fingerprint=_digest(values, tensors))
 
     def fit(self, saved: Saved) -> Fit:
         """Rebuild the state from the manifest, or from this rank's private file."""
@@ -88,7 +100,7 @@ class ObjectPart:
             fit.apply = lambda: self._load(state)
             return fit
         loaded: dict[str, torch.Tensor] = {}
-        live = self._live_shards()
+        live = find_tensors(self.name, self._state())
 
         def leaf(tag: str, path: Any) -> Any:
             if tag != "tensor" or path not in saved.manifest.tensors:
@@ -98,18 +110,20 @@ class ObjectPart:
 
         state = decode_value(values, self.name, leaf)
         if not isinstance(state, dict):
-            raise IncompatibleError(f"{self.name}: the checkpoint has a {type(state).__name__} here")
+            raise IncompatibleError(
+                f"{self.name}: the checkpoint has a {type(state).__name__} here"
+            )
         fit.apply = lambda: self._load(state)
         return fit
 
     def _fit_tensor(
-        self, path: str, saved: Saved, live: DTensor | None, fit: Fit
+        self, path: str, saved: Saved, live: torch.Tensor | None, fit: Fit
     ) -> torch.Tensor:
         entry = saved.manifest.tensors[path]
         fit.claimed.add(path)
         dtype = torch_dtype(entry.dtype)
         tensor: torch.Tensor
-        if live is not None and tuple(live.shape) == entry.shape:
+        if isinstance(live, DTensor) and tuple(live.shape) == entry.shape:
             tensor = torch.empty_like(live, dtype=dtype, requires_grad=False)
             pieces = self.reader.read(path, tensor).pieces
         else:
@@ -117,18 +131,6 @@ class ObjectPart:
             pieces = whole_piece(tensor)
         fit.targets.extend(ReadTarget(path, piece.box, piece.tensor) for piece in pieces)
         return tensor
-
-    def _live_shards(self) -> dict[str, DTensor]:
-        """The sharded tensors that the object has now: theirs is the layout to load into."""
-        found: dict[str, DTensor] = {}
-
-        def leaf(path: str, value: Any) -> Any:
-            if isinstance(value, DTensor):
-                found[path] = value
-            return None
-
-        encode_value(self._state(), self.name, leaf)
-        return found
 
     def _private_state(self, saved: Saved) -> Any:
         then = saved.manifest.topology.world_size

@@ -55,7 +55,7 @@ def keys_by_parameter(states: Mapping[str, StateOf]) -> dict[str, list[str]]:
     return out
 
 
-# ----------------------------------------------------------------------------------- state on owners
+# -------------------------------------------------------------------------------- state on owners
 
 
 class OwnedOptimizer(OwnedState, Protocol):
@@ -207,7 +207,7 @@ def _allocate(entry: TensorEntry, boxes: tuple[Box, ...], device: torch.device) 
     )
 
 
-# ------------------------------------------------------------------------------- torch's own optimizers
+# ------------------------------------------------------------------------- torch's own optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,9 @@ class TorchPart:
         for number, group in enumerate(self.optimizer.param_groups):
             own = group.get("param_names") or [None] * len(group["params"])
             named = zip(group["params"], own, strict=True)
-            out.append([self.parameters.get(id(p)) or n or self._nameless(number, p) for p, n in named])
+            out.append(
+                [self.parameters.get(id(p)) or n or self._nameless(number, p) for p, n in named]
+            )
         twice = _first_duplicate([fqn for fqns in out for fqn in fqns])
         if twice is not None:
             raise UsageError(f"{self.name}: two parameters are called {twice!r}")
@@ -261,11 +263,7 @@ class TorchPart:
 
     def _named_parameters(self, names: list[list[str]]) -> list[tuple[str, torch.Tensor]]:
         groups = zip(self.optimizer.param_groups, names, strict=True)
-        return [
-            pair
-            for group, fqns in groups
-            for pair in zip(fqns, group["params"], strict=True)
-        ]
+        return [pair for group, fqns in groups for pair in zip(fqns, group["params"], strict=True)]
 
     def _read(self, key: str, value: torch.Tensor, parameter: torch.Tensor) -> LocalTensor:
         """Describe state. A plain tensor, such as `step`, is where its parameter is."""
@@ -358,7 +356,11 @@ class TorchPart:
             {
                 **_with_tensors(values, own[number]),
                 "params": [index[fqn] for fqn in names[number]],
-                **({"param_names": own[number]["param_names"]} if "param_names" in own[number] else {}),
+                **(
+                    {"param_names": own[number]["param_names"]}
+                    if "param_names" in own[number]
+                    else {}
+                ),
             }
             for number, values in enumerate(groups)
         ]
@@ -366,9 +368,7 @@ class TorchPart:
         self.optimizer.load_state_dict({"state": state, "param_groups": rows})
         self._keep_dtypes(names, loaded)
 
-    def _keep_dtypes(
-        self, names: list[list[str]], loaded: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def _keep_dtypes(self, names: list[list[str]], loaded: Mapping[str, Mapping[str, Any]]) -> None:
         """torch casts state to its parameter's dtype; put back what that has changed."""
         for fqn, parameter in self._named_parameters(names):
             state = self.optimizer.state.get(parameter, {})
@@ -408,4 +408,3 @@ def optimizer_part(
     if isinstance(optimizer, torch.optim.Optimizer):
         return TorchPart(name, optimizer, parameters, reader)
     return None
-

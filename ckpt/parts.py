@@ -51,6 +51,6 @@ def _object_part(name: str, value: Any, reader: TensorReader) -> ObjectPart:
     if isinstance(value, dict | Stateful):
         return ObjectPart(name, value, reader)
     raise UsageError(
-        f"{name}: a {type(value).__name__} cannot be saved; pass a module, an optimizer, a dict, or "
-        "an object with state_dict() and load_state_dict()"
+        f"{name}: a {type(value).__name__} cannot be saved; pass a module, an optimizer, a dict, "
+        "or an object with state_dict() and load_state_dict()"
     )

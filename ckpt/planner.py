@@ -102,7 +102,7 @@ def table_digest(placed: Mapping[str, PlacedTensor], world_size: int) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-# ------------------------------------------------------------------------------------------ regions
+# ---------------------------------------------------------------------------------------- regions
 
 
 class _Interned:
@@ -162,7 +162,7 @@ def _holders(key: str, tensor: PlacedTensor, world_size: int) -> tuple[tuple[Box
     return tuple((box, tuple(ranks)) for box, ranks in found.items())
 
 
-# --------------------------------------------------------------------------------------- assignment
+# ------------------------------------------------------------------------------------- assignment
 
 
 def _fair_loads(shared: Iterable[_Region], loads: Sequence[int]) -> dict[Holders, float]:

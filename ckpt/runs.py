@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,7 +99,9 @@ def _entry(root: Storage, file: StoredFile) -> RunEntry | None:
     if not root.exists(f"{name}/{MANIFEST_NAME}"):
         # On object stores a save in flight looks like this too.
         problem = f"no {MANIFEST_NAME}: the save never committed"
-        return RunEntry(step, name, "broken", None, problem, 0, modified) if step is not None else None
+        return (
+            RunEntry(step, name, "broken", None, problem, 0, modified) if step is not None else None
+        )
     try:
         manifest = read_manifest(root.child(name))
     except CheckpointError as error:
@@ -169,7 +171,7 @@ def latest(
     return None
 
 
-# ----------------------------------------------------------------------------------------- retention
+# -------------------------------------------------------------------------------------- retention
 
 
 def removable(
@@ -199,7 +201,9 @@ def remove_checkpoint(root: Storage, name: str, token: str) -> None:
     root.remove(name)
 
 
-def sweep(root: Storage, stale_seconds: float = STALE_SECONDS, now: float | None = None) -> list[str]:
+def sweep(
+    root: Storage, stale_seconds: float = STALE_SECONDS, now: float | None = None
+) -> list[str]:
     """Remove what died: trash, and pending directories in which nothing happened for a while.
 
     Returns the names of what was removed.
@@ -221,5 +225,3 @@ def _is_stale(root: Storage, directory: StoredFile, oldest: float) -> bool:
         return False
     times = [directory.modified, *(file.modified for file in root.walk(directory.name))]
     return 0.0 < max(times) < oldest
-
-

@@ -23,11 +23,12 @@ import xxhash
 from ckpt.app_state import private_file
 from ckpt.capture import CapturedState, PlanCache, PlannedWrite, capture_state
 from ckpt.commit import PendingCheckpoint, check_coverage
-from ckpt.coordinator import LEADER, Coordinator, coordinating, on_leader, together
+from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader, together
 from ckpt.data_file import DataFileWriter
 from ckpt.errors import CheckpointError, DestinationExistsError, UsageError
 from ckpt.formats.dcp import encode_metadata
 from ckpt.manifest import (
+    MANIFEST_NAME,
     ChunkEntry,
     FileEntry,
     Index,
@@ -119,12 +120,16 @@ def write_state(
     """Write and commit a captured state. A collective; after an error nothing is left but, where a
     rank died, a pending directory."""
     token = on_leader(coordinator, "save", lambda: _new_token(destination))
-    pending = PendingCheckpoint.begin(destination.root, destination.name, token)
+    pending = everywhere(
+        coordinator,
+        f"save {destination.name}",
+        lambda: PendingCheckpoint.begin(destination.root, destination.name, token),
+    )
     try:
         receipts = together(
             coordinator,
             f"save {destination.name}",
-            lambda: _write_rank(pending.storage, captured, coordinator.rank),
+            lambda: _write_rank(pending, captured, coordinator.rank),
         )
         sha256 = on_leader(
             coordinator,
@@ -141,9 +146,11 @@ def write_state(
 
 
 def _new_token(destination: Destination) -> str:
-    if destination.root.exists(destination.name):
+    root, name = destination.root, destination.name
+    # On object stores a killed save leaves files without a manifest there, under its own token.
+    if root.exists(name if root.atomic_rename else f"{name}/{MANIFEST_NAME}"):
         raise DestinationExistsError(
-            f"{destination.root.child(destination.name).url} exists, and saving overwrites nothing"
+            f"{root.child(name).url} exists, and saving overwrites nothing"
         )
     return uuid.uuid4().hex[:16]
 
@@ -159,11 +166,12 @@ def _abandon(pending: PendingCheckpoint) -> None:
 # -------------------------------------------------------------------------------------- one rank
 
 
-def _write_rank(storage: Storage, captured: CapturedState, rank: int) -> _Receipt:
+def _write_rank(pending: PendingCheckpoint, captured: CapturedState, rank: int) -> _Receipt:
+    storage = pending.storage
     files: list[FileEntry] = []
     chunks: list[ChunkEntry] = []
     for number, writes in enumerate(_files(captured.writes)):
-        name = f"r{rank:05d}-{number}.distcp"
+        name = pending.file_name(f"r{rank:05d}-{number}.distcp")
         try:
             entry, written = _write_data_file(storage, name, writes)
         except OSError as error:
@@ -171,11 +179,11 @@ def _write_rank(storage: Storage, captured: CapturedState, rank: int) -> _Receip
         files.append(entry)
         chunks.extend(written)
     data_bytes = sum(file.size for file in files)
-    files.append(_write_small(storage, private_file(rank), captured.private))
+    files.append(_write_small(storage, pending.file_name(private_file(rank)), captured.private))
     if not chunks:
         return _Receipt(None, None, tuple(files), data_bytes)
     index = encode_index(Index(rank, tuple(chunks)))
-    entry = _write_small(storage, f"index-{rank:05d}.json", index)
+    entry = _write_small(storage, pending.file_name(f"index-{rank:05d}.json"), index)
     return _Receipt(index, entry, tuple(files), data_bytes)
 
 
@@ -214,7 +222,7 @@ def _write_small(storage: Storage, name: str, data: bytes) -> FileEntry:
     return FileEntry(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-# ---------------------------------------------------------------------------------------- the leader
+# ------------------------------------------------------------------------------------- the leader
 
 
 def _commit(

@@ -22,7 +22,7 @@ BLOCK_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of a global tensor and this rank's live data for it (a view, not always contiguous)."""
+    """One box of a global tensor and this rank's live data for it (a view of any strides)."""
 
     box: Box
     tensor: torch.Tensor
@@ -188,7 +188,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The row-major bytes of any tensor; at most `BLOCK_BYTES` at a time are copied from devices."""
+    """The row-major bytes of any tensor; devices are read `BLOCK_BYTES` at a time."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         yield host_bytes(tensor.contiguous())

@@ -101,9 +101,7 @@ def _encode_mapping(value: Any, path: str, leaf: LeafEncoder | None, depth: int)
 
 def _encode_sequence(value: Any, path: str, leaf: LeafEncoder | None, depth: int) -> Any:
     items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    encoded = [
-        encode_value(item, f"{path}.{i}", leaf, depth + 1) for i, item in enumerate(items)
-    ]
+    encoded = [encode_value(item, f"{path}.{i}", leaf, depth + 1) for i, item in enumerate(items)]
     return encoded if type(value) is list else tagged(_SEQUENCES[type(value)], encoded)
 
 

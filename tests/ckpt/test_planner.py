@@ -67,7 +67,7 @@ def assert_exact(plan: WritePlan, table: Mapping[str, PlacedTensor], world_size:
         assert (count == 1).all(), key
 
 
-# ---------------------------------------------------------------------------------------- examples
+# --------------------------------------------------------------------------------------- examples
 
 
 def test_plain_tensors_are_spread() -> None:
@@ -162,7 +162,7 @@ def test_rows_with_two_owners_are_an_error() -> None:
         plan_writes(table, 2)
 
 
-# ---------------------------------------------------------------------------------------- realistic
+# -------------------------------------------------------------------------------------- realistic
 
 
 def decoder(blocks: int, width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
@@ -215,7 +215,7 @@ def test_writers_are_even_in_ddp() -> None:
         assert plan_writes(table, world_size).imbalance <= 1.05
 
 
-# ----------------------------------------------------------------------------------------- property
+# --------------------------------------------------------------------------------------- property
 
 
 @st.composite
