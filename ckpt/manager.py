@@ -38,7 +38,7 @@ from ckpt.runs import (
     sweep,
 )
 from ckpt.save import Destination, SaveReport, write_state
-from ckpt.storage import open_storage
+from ckpt.storage import Storage, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: str | PathLike[str],
+        root: Storage | str | PathLike[str],
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -69,7 +69,7 @@ class CheckpointManager:
         for option, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise UsageError(f"{option}={value}: must be at least 1, or None")
-        self.storage = open_storage(root)
+        self.storage = open_storage(root) if isinstance(root, str | PathLike) else root
         self.last_load: LoadReport | None = None
         self._keep_last = keep_last
         self._keep_every = keep_every
