@@ -37,6 +37,8 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",  # by `fully_shard` and by every optimizer, at seconds a rank
+    "torch.profiler",
     "torch.testing",
     "numpy",
     "pytest",

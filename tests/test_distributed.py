@@ -190,6 +190,15 @@ def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
         run_ranks(_unpicklable, 1)
 
 
+def test_the_server_has_one_thread() -> None:
+    """A fork copies the forking thread only; locks that others hold would stay locked."""
+    from tests.distributed import _server
+
+    run_ranks(_settings, 1)
+    status = Path(f"/proc/{_server().process.pid}/status").read_text()
+    assert "Threads:\t1\n" in status
+
+
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pids = run_ranks(_leave_a_child, 2)
