@@ -17,6 +17,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -111,6 +112,7 @@ def serve(descriptor: int) -> None:
         while job := _receive(client):
             exits = _run_job(job, client)
             if exits is None:
+                shutil.rmtree(job.directory, ignore_errors=True)  # whose owner is gone
                 return
             client.send(exits)
 

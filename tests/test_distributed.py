@@ -218,14 +218,18 @@ run_ranks(_hang_on, 2, 1)
 """
 
 
-def test_server_and_ranks_end_with_a_killed_test_run() -> None:
+def test_server_and_ranks_end_with_a_killed_test_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _INTERRUPTED]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         server = int(run.stdout.readline())
         ranks = _await_children(server)
         run.kill()
     _await(lambda: not any(_runs(pid) for pid in [server, *ranks]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def _await_children(server: int) -> list[int]:
