@@ -27,10 +27,11 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("orthogonalize", "layout", "hyperparameters"),
+        ("newton_schulz", "layout", "hyperparameters"),
         ("rules", "plan"),
         ("comm",),
-        ("executor", "state"),
+        ("executor", "state", "preflight"),
+        ("assembly",),
         ("distributed",),
         ("muon", "adamw", "chained"),
     ),
