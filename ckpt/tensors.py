@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -184,7 +185,8 @@ def sub_box(piece: Piece, box: Box) -> torch.Tensor:
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy; writable where the tensor is."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    view: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.numpy()
+    return view.data
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[memoryview]:

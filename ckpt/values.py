@@ -75,10 +75,10 @@ def _encode_scalar(value: Any, path: str) -> Any:
     """NumPy scalars, and subclasses of numbers, by their plain value."""
     item = getattr(value, "item", None)
     plain = item() if callable(item) and getattr(value, "shape", None) == () else None
-    if type(plain) in (int, float):
-        return _encode_number(plain)
     if isinstance(plain, bool):
         return plain
+    if isinstance(plain, int | float):
+        return _encode_number(plain)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UsageError(
         f"{path}: a {kind} cannot be saved; only numbers, texts, bytes, tensors and "

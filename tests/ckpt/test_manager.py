@@ -43,7 +43,7 @@ def data_file(root: Path, step: int) -> Path:
     return next((root / checkpoint_name(step)).glob("*.distcp"))
 
 
-# ------------------------------------------------------------------------------------ save and load
+# ---------------------------------------------------------------------------------- save and load
 
 
 def test_an_empty_run_loads_nothing(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
         CheckpointManager(tmp_path).save(-1, extra={})
 
 
-# ---------------------------------------------------------------------------------------- retention
+# -------------------------------------------------------------------------------------- retention
 
 
 def test_retention_keeps_what_it_should(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_leftovers_are_swept_when_they_are_old(tmp_path: Path) -> None:
     ]
 
 
-# --------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------- faults
 
 
 class Faulty:
