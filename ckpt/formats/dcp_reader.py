@@ -146,7 +146,7 @@ def _parse_entry(index: Any, info: Any) -> StoredEntry:
     where = _state(index, "MetadataIndex")
     place = info.state
     if info.kind != _STORAGE_INFO or not isinstance(place, dict):
-        raise ValueError(f"unknown storage {info!r}")
+        raise ValueError(f"{_what(info)} where a place in a file should be")
     if place.get("transform_descriptors"):
         raise IncompatibleError(
             f"{where['fqn']!r} was written through {place['transform_descriptors']}; "
@@ -177,38 +177,43 @@ def _check_complete(metadata: ForeignMetadata) -> None:
 
 def _state(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Record) or value.kind != _CLASSES + name:
-        raise TypeError(f"{value!r} where {name} should be")
+        raise TypeError(f"{_what(value)} where {name} should be")
     return _dict(value.state or {})
+
+
+def _what(value: Any) -> str:
+    """A value of unknown depth and size, for a message."""
+    return value.kind if isinstance(value, Record) else f"a {type(value).__name__}"
 
 
 def _dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} where a dict should be")
+        raise TypeError(f"{_what(value)} where a dict should be")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} where text should be")
+        raise TypeError(f"{_what(value)} where text should be")
     return value
 
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} where a count should be")
+        raise ValueError(f"{_what(value)} where a count should be")
     return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Record) or value.kind != "torch.Size":
-        raise TypeError(f"{value!r} where a size should be")
+        raise TypeError(f"{_what(value)} where a size should be")
     (numbers,) = value.arguments or ((),)
     return tuple(_count(number) for number in numbers)
 
 
 def _path(value: Any) -> ObjectPath:
     if not isinstance(value, tuple) or not all(isinstance(part, str | int) for part in value):
-        raise TypeError(f"{value!r} where a path into a state dict should be")
+        raise TypeError(f"{_what(value)} where a path into a state dict should be")
     return value
 
 
