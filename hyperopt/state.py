@@ -1,0 +1,247 @@
+"""Optimizer state on owners: the store, its view, pieces for checkpoints, and sending it to all.
+
+State is kept per parameter index as local tensors. `entries` says on every rank which state exists
+somewhere, with its dtype, so that ranks agree on what to send without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hyperopt.comm import Seat, publish
+from hyperopt.layout import local_tensor
+from hyperopt.ownership import Box, OwnedPiece, OwnedTensor
+from hyperopt.plan import StepPlan
+
+BROADCAST_BYTES = 512 * 2**20
+"""Cap of one packed buffer when owners' state is sent to every replica."""
+_ALIGNMENT = 512
+
+States = dict[int, dict[str, Tensor]]
+
+STEP = "step"
+"""The one state key that is a number (0-D) instead of a tensor shaped like the parameter."""
+
+
+def state_shape(key: str, parameter_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a state tensor, local or global, from that of its parameter."""
+    return () if key == STEP else tuple(parameter_shape)
+
+
+@dataclass(slots=True)
+class StateStore:
+    """What this rank owns (`owned`) and what exists anywhere (`entries`), by parameter index.
+
+    `synced` holds every parameter's state for as long as a caller wants it here; None otherwise.
+    """
+
+    owned: States = field(default_factory=dict)
+    entries: dict[int, dict[str, torch.dtype]] = field(default_factory=dict)
+    synced: States | None = None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.owned.clear()
+        self.entries.clear()
+        self.synced = None
+
+    def visible(self) -> States:
+        """What `optimizer.state` shows."""
+        return self.owned if self.synced is None else self.synced
+
+
+class StateView(Mapping[Tensor, dict[str, Tensor]]):
+    """`optimizer.state`: per parameter its declared state keys, on every rank and from the start.
+
+    Values are what this rank owns; a meta tensor (no memory) stands in for what lives elsewhere or
+    does not exist yet. Truthy from construction, since torch.distributed.checkpoint would otherwise
+    run a real step to make state. Reading it allocates nothing and changes nothing.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], keys: Sequence[str], store: StateStore
+    ) -> None:
+        self._indices = {parameter: i for i, parameter in enumerate(parameters)}
+        self._keys = tuple(keys)
+        self._store = store
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Tensor]:
+        index = self._indices[parameter]
+        owned = self._store.visible().get(index, {})
+        return {key: owned[key] if key in owned else _absent(parameter) for key in self._keys}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def _absent(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+# --------------------------------------------------------------------------------------------- seam
+
+
+def local_intervals(boxes: Sequence[Box]) -> Iterator[tuple[slice, ...]]:
+    """Where each box of a shard lies inside its local tensor.
+
+    Boxes are a product of intervals per dim (see `local_boxes`), packed without gaps.
+    """
+    if not boxes:
+        return
+    starts: list[dict[int, int]] = []
+    for dim in range(len(boxes[0].offsets)):
+        position, where = 0, {}
+        for offset, size in dict.fromkeys((b.offsets[dim], b.sizes[dim]) for b in boxes):
+            where[offset] = position
+            position += size
+        starts.append(where)
+    for box in boxes:
+        yield tuple(
+            slice(starts[dim][a], starts[dim][a] + n)
+            for dim, (a, n) in enumerate(zip(box.offsets, box.sizes, strict=True))
+        )
+
+
+def to_pieces(local: Tensor, global_shape: tuple[int, ...], boxes: Sequence[Box]) -> OwnedTensor:
+    """A local tensor as pieces of the global one; views where the pieces are contiguous."""
+    pieces = tuple(
+        OwnedPiece(box.offsets, local[where].contiguous())
+        for box, where in zip(boxes, local_intervals(boxes), strict=True)
+    )
+    return OwnedTensor(global_shape, local.dtype, pieces)
+
+
+def from_pieces(
+    owned: OwnedTensor, boxes: Sequence[Box], local_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """The inverse of `to_pieces`. A single piece is adopted, not copied. Raises ValueError when the
+    pieces are not those of the boxes."""
+    if [(p.offsets, tuple(p.tensor.shape)) for p in owned.pieces] != [
+        (b.offsets, b.sizes) for b in boxes
+    ]:
+        raise ValueError(
+            f"pieces at {[p.offsets for p in owned.pieces]} do not fit this rank's boxes at "
+            f"{[b.offsets for b in boxes]}"
+        )
+    if len(boxes) == 1:
+        return owned.pieces[0].tensor.to(device)
+    local = torch.empty(tuple(local_shape), dtype=owned.dtype, device=device)
+    for piece, where in zip(owned.pieces, local_intervals(boxes), strict=True):
+        local[where] = piece.tensor
+    return local
+
+
+def local_part(value: Any, parameter: Tensor, boxes: Sequence[Box], what: str) -> Tensor:
+    """This rank's own copy of a state value: a DTensor, a global or local tensor, or a number.
+
+    0-D values are taken as they are. Collective where a DTensor lies differently from the
+    parameter. Raises ValueError naming `what` when the shape fits neither way.
+    """
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    local = local_tensor(parameter)
+    if isinstance(tensor, DTensor):
+        same = isinstance(parameter, DTensor) and (
+            tensor.device_mesh == parameter.device_mesh
+            and tensor.placements == parameter.placements
+        )
+        tensor = tensor.to_local() if same else tensor.full_tensor()
+    if tensor.dim() and tensor.shape == parameter.shape and tensor.shape != local.shape:
+        part = torch.empty(local.shape, dtype=tensor.dtype, device=local.device)
+        for box, where in zip(boxes, local_intervals(boxes), strict=True):
+            span = zip(box.offsets, box.sizes, strict=True)
+            part[where] = tensor[tuple(slice(a, a + n) for a, n in span)]
+        return part
+    if tensor.dim() and tensor.shape != local.shape:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, expected {tuple(parameter.shape)} "
+            f"(or this rank's part, {tuple(local.shape)})"
+        )
+    return tensor.detach().to(local.device, copy=True)
+
+
+# ----------------------------------------------------------------------------------- every replica
+
+
+def gather_states(
+    plan: StepPlan, seats: Sequence[Seat], store: StateStore, parameters: Sequence[Tensor]
+) -> States:
+    """Every existing state of every parameter, as local tensors, on every replica. Collective.
+
+    Owners send packed, 512-byte-aligned buffers of at most `BROADCAST_BYTES` (or one tensor). What
+    this rank owns is returned as it is, not copied.
+    """
+    states: States = {}
+    for slot in plan.slots:
+        index, seat = slot.parameter, seats[plan.parameters[slot.parameter].layout]
+        if index in store.entries and slot.owner == seat.coordinate:
+            states[index] = dict(store.owned[index])
+    for layout, seat in enumerate(seats):
+        if seat.replica_group is None:
+            continue
+        for owner in range(len(seat.peers)):
+            wanted = [
+                (slot.parameter, key, dtype)
+                for slot in plan.slots
+                if slot.owner == owner and plan.parameters[slot.parameter].layout == layout
+                for key, dtype in store.entries.get(slot.parameter, {}).items()
+            ]
+            _broadcast(wanted, owner, seat, states, parameters)
+    return {i: states[i] for i in sorted(states)}
+
+
+def _broadcast(
+    wanted: Sequence[tuple[int, str, torch.dtype]],
+    owner: int,
+    seat: Seat,
+    states: States,
+    parameters: Sequence[Tensor],
+) -> None:
+    """Send an owner's tensors to its replicas, in buffers of bounded size."""
+    batch: list[tuple[int, str, torch.Size, torch.dtype, int]] = []
+    filled = 0
+    for index, key, dtype in wanted:
+        shape = torch.Size(state_shape(key, local_tensor(parameters[index]).shape))
+        size = -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if batch and filled + size > BROADCAST_BYTES:
+            _send(batch, owner, seat, states, parameters)
+            batch, filled = [], 0
+        batch.append((index, key, shape, dtype, size))
+        filled += size
+    if batch:
+        _send(batch, owner, seat, states, parameters)
+
+
+def _send(
+    batch: Sequence[tuple[int, str, torch.Size, torch.dtype, int]],
+    owner: int,
+    seat: Seat,
+    states: States,
+    parameters: Sequence[Tensor],
+) -> None:
+    device = local_tensor(parameters[batch[0][0]]).device
+    buffer = torch.zeros(sum(size for *_, size in batch), dtype=torch.uint8, device=device)
+    offset = 0
+    views: list[tuple[int, str, Tensor]] = []
+    for index, key, shape, dtype, size in batch:
+        used = shape.numel() * dtype.itemsize
+        views.append((index, key, buffer[offset : offset + used].view(dtype).view(shape)))
+        offset += size
+    own = owner == seat.coordinate
+    if own:
+        for index, key, view in views:
+            view.copy_(states[index][key])
+    publish(buffer, owner, seat).wait()
+    if not own:
+        for index, key, view in views:
+            # A copy: a DTensor around a view at an offset cannot be deep-copied, and one tensor
+            # that is kept would keep the whole buffer.
+            states.setdefault(index, {})[key] = view.clone()
