@@ -27,22 +27,27 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("newton_schulz", "layout", "hyperparameters"),
+        ("newton_schulz", "layout", "hyperparameters", "hooks"),
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight"),
+        ("state_dicts",),
         ("assembly",),
         ("distributed",),
         ("muon", "adamw", "chained"),
     ),
     "ckpt": (
-        ("errors",),
+        ("errors", "names", "dtypes", "schema"),
+        ("manifest_checks", "inert_pickle"),
         ("manifest", "topology", "values"),
+        ("storage_protocol", "storage_local", "storage_fsspec"),
         (
-            *("storage", "ranges", "data_file", "planner", "merge", "streams"),
-            *("formats", "formats.dcp"),
+            *("storage", "ranges", "data_file", "planner", "merge", "streams", "torch_archive"),
+            *("formats", "formats.dcp_reader", "formats.dcp", "coverage", "verify_data"),
         ),
+        ("formats.dcp_writer", "rewrite"),
         ("checkpoint", "commit", "summary"),
+        ("reshard_plan",),
         ("reshard", "verify", "runs", "diff"),
         ("coordinator", "state", "state.tensors", "state.rng", "state.part", "state.groups"),
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),
@@ -57,7 +62,7 @@ LAYERS = {
 NEEDS_TORCH = (
     *("ckpt.app_state", "ckpt.state.", "ckpt.capture", "ckpt.coordinator"),
     *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
-    "ckpt.formats.dcp",
+    "ckpt.formats.dcp.",
 )
 
 MAX_FILE_LINES = 550
