@@ -69,15 +69,16 @@ POLAR_EXPRESS: Coefficients = (
 TABLES: dict[str, Coefficients] = {"asym5": ASYM5, "polar_express": POLAR_EXPRESS}
 VARIANTS = ("legacy", "asym5", "polar_express", "custom")
 
-# `auto` takes the Gram form where it was measured to be faster and as exact as `standard` (error
-# against float64 at most 1.1 times, condition 1 to 1e6; `python -m benchmarks.step` prints both):
-# with the default table, in bfloat16, from these aspect ratios (long side over short side) on.
-# Below a short side of 256 roundings average out too little. In float32 its error is up to 1.4
-# times standard's, with Polar Express up to twice.
+# `auto` takes the Gram form where it was measured to be faster, with a worst error against float64
+# (condition 1 to 1e6) of at most 1.1 times standard's; `python -m benchmarks.step` prints both.
+# That is: the default table, in bfloat16, from an aspect ratio (long side over short side) of 3 on.
+# Below a short side of 384, roundings average out less: from condition 1 to 10 the error would be
+# up to 2.7 times standard's (0.01 instead of 0.004). In float32 it is up to 1.4 times standard's,
+# with Polar Express up to twice.
 GRAM_ASPECT = 3.0
-GRAM_MIN_SHORT_SIDE = 256
+GRAM_MIN_SHORT_SIDE = 384
 # From this aspect ratio on, n × n matrices are such a small part of the work that the Gram form
-# keeps them in float32, and is as exact as `standard` for any short side.
+# keeps them in float32, whatever the short side.
 GRAM_WIDE_ASPECT = 16.0
 
 # Float32 products on a CPU run at cache speed as long as the iterate stays in the second-level
@@ -270,12 +271,12 @@ def _orthogonalize_block(
     x, y = (spare, target) if len(groups) % 2 else (target, spare)
     paired = max(map(len, groups)) > 1
     dtype = _small_dtype(rows, columns, target.dtype, paired=paired)
-    small = target.new_empty(4 if paired else 2, count, n, n, dtype=dtype)
+    small = target.new_empty(3 if paired else 2, count, n, n, dtype=dtype)
     _normalize(source, epsilon, out=x)
     for i, group in enumerate(groups):
         shift = int(len(group) > 1 and i >= _FIRST_SHIFTED_GROUP)
         _gram_matrix(x.mT if tall else x, shift, out=small[0])
-        factor, polynomial = _single(group, small) if len(group) == 1 else _pair(group, small, shift)
+        factor, polynomial = _polynomial(group, small, shift)
         polynomial = polynomial.to(x.dtype)
         torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=factor, out=y)
         x, y = y, x
@@ -286,8 +287,8 @@ def _gram_matrix(x: Tensor, shift: int, *, out: Tensor) -> None:
     fits = out.dtype == x.dtype
     gram = out if fits else torch.empty_like(out, dtype=x.dtype)
     if shift:
-        minus_one = -torch.eye(gram.shape[-1], dtype=x.dtype, device=x.device)
-        torch.baddbmm(minus_one.expand_as(gram), x, x.mT, out=gram)
+        gram.zero_().diagonal(dim1=-2, dim2=-1).fill_(-shift)
+        gram.baddbmm_(x, x.mT)
     else:
         torch.bmm(x, x.mT, out=gram)
     if not fits:
@@ -297,7 +298,7 @@ def _gram_matrix(x: Tensor, shift: int, *, out: Tensor) -> None:
 def _normalize(source: Tensor, epsilon: float, *, out: Tensor) -> None:
     """`source`, rounded to the dtype of `out`, over its Frobenius norm. The norm and the quotient
     are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %."""
-    rounded = source.to(out.dtype)
+    rounded = source.to(out.dtype).contiguous()  # strides would decide the order of the sum
     if out.device.type == "cpu" and out.element_size() < 4:
         _normalize_by_rows(rounded, epsilon, out=out)
         return
@@ -331,8 +332,11 @@ def _normalize_by_rows(rounded: Tensor, epsilon: float, *, out: Tensor) -> None:
         target[block] = part.mul_(factors[block])
 
 
-def _single(group: Coefficients, small: Tensor) -> tuple[float, Tensor]:
-    """`(a, bR + cR²)`, such that one step maps X to `aX + (bR + cR²)X`; R = XX' is `small[0]`."""
+def _polynomial(group: Coefficients, small: Tensor, shift: int) -> tuple[float, Tensor]:
+    """`(q, E)` such that the one or two steps of `group` map X to `qX + EX`; `small[0]` is the Gram
+    matrix less `shift`, and scratch like the others."""
+    if len(group) > 1:
+        return _pair(group, small, shift)
     ((a, b, c),) = group
     gram, step = small[0], small[1]
     return a, torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=step)
@@ -346,13 +350,13 @@ def _pair(group: Coefficients, small: Tensor, shift: int) -> tuple[float, Tensor
     The first polynomial is rounded before both of its uses, so that the second step sees, and
     corrects, what its rounding did.
     """
-    gram, first, second, scratch = small
+    gram, first, second = small
     constant = _step_polynomial(group[0], gram, shift, out=first)
     first.diagonal(dim1=-2, dim2=-1).add_(constant - shift)
-    _compose(first, shift, gram, shift, out=second, scratch=scratch)
-    _compose(second, shift, first, shift, out=gram, scratch=scratch)  # XX' - s, one step later
+    _compose(first, shift, gram, shift, out=second)
+    _compose(second, shift, first, shift, out=gram)  # XX' - s, one step later
     constant = _step_polynomial(group[1], gram, shift, out=second)
-    _compose(second, constant, first, shift, out=gram, scratch=scratch)
+    _compose(second, constant, first, shift, out=gram)
     return float(shift), gram
 
 
@@ -366,12 +370,11 @@ def _step_polynomial(
     return a + (b + c) * shift
 
 
-def _compose(
-    p: Tensor, constant: float, q: Tensor, shift: int, *, out: Tensor, scratch: Tensor
-) -> None:
+def _compose(p: Tensor, constant: float, q: Tensor, shift: int, *, out: Tensor) -> None:
     """`(p + constant)(q + s) - s`, for s 0 or 1."""
     if not shift:
         torch.baddbmm(q, p, q, beta=constant, out=out)
         return
-    torch.baddbmm(torch.add(p, q, alpha=constant, out=scratch), p, q, out=out)
-    out.diagonal(dim1=-2, dim2=-1).add_(constant - 1)
+    torch.add(p, q, alpha=constant, out=out).baddbmm_(p, q)
+    if constant != 1:
+        out.diagonal(dim1=-2, dim2=-1).add_(constant - 1)
