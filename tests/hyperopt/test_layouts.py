@@ -1,4 +1,4 @@
-"""Sharded training equals one process, replicas agree bit for bit, and traffic is what it must be."""
+"""Sharded training equals one process, replicas agree bit for bit, traffic is at its floor."""
 
 from __future__ import annotations
 

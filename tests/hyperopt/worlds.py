@@ -1,4 +1,4 @@
-"""What ranks of optimizer tests run: build sharded parameters, step with known gradients, report."""
+"""What ranks of optimizer tests run: sharded parameters, steps with known gradients, a report."""
 
 from __future__ import annotations
 

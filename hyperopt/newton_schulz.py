@@ -69,14 +69,14 @@ POLAR_EXPRESS: Coefficients = (
 TABLES: dict[str, Coefficients] = {"asym5": ASYM5, "polar_express": POLAR_EXPRESS}
 VARIANTS = ("legacy", "asym5", "polar_express", "custom")
 
-# `auto` takes the Gram form where it was measured to be faster, with a worst error against float64
-# (condition 1 to 1e6) of at most 1.1 times standard's; `python -m benchmarks.step` prints both.
-# That is: the default table, in bfloat16, from an aspect ratio (long side over short side) of 3 on.
-# Below a short side of 384, roundings average out less: from condition 1 to 10 the error would be
-# up to 2.7 times standard's (0.01 instead of 0.004). In float32 it is up to 1.4 times standard's,
-# with Polar Express up to twice.
+# `auto` takes the Gram form where it was measured to be faster, and as exact: over conditions 1 to
+# 1e6 its worst error against float64 is at most 1.1 times standard's, and at each condition it is
+# at most that plus one unit of bfloat16 (2^-8); `python -m benchmarks.step` prints both. It is the
+# default table in bfloat16, from an aspect ratio (long side over short side) of 3 on. Below a short
+# side of 256 roundings average out less. In float32 the error is up to 1.4 times standard's, with
+# Polar Express up to twice.
 GRAM_ASPECT = 3.0
-GRAM_MIN_SHORT_SIDE = 384
+GRAM_MIN_SHORT_SIDE = 256
 # From this aspect ratio on, n × n matrices are such a small part of the work that the Gram form
 # keeps them in float32, whatever the short side.
 GRAM_WIDE_ASPECT = 16.0

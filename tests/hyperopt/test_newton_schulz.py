@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hyperopt.orthogonalize import (
+from hyperopt.newton_schulz import (
     ALGORITHMS,
     ASYM5,
     DTYPES,
@@ -91,17 +91,18 @@ def test_bfloat16_error_is_bounded_and_gram_adds_little(
     assert gram < 1.1 * standard + 0.01  # at condition 1 both are below 0.01
 
 
-@pytest.mark.parametrize("condition", [1.0, 10.0, 1e2, 1e4, 1e6])
-@pytest.mark.parametrize("shape", [(384, 1152), (384, 1536), (1152, 384)], ids=str)
-def test_auto_takes_the_gram_form_where_it_is_as_exact(
-    shape: tuple[int, int], condition: float
-) -> None:
+@pytest.mark.parametrize("shape", [(256, 768), (256, 1024), (768, 256), (24, 1024)], ids=str)
+def test_auto_takes_the_gram_form_where_it_is_as_exact(shape: tuple[int, int]) -> None:
     assert uses_gram(*shape, ASYM5, torch.bfloat16, "auto")
-    matrix = conditioned(min(shape), max(shape), condition).bfloat16()
-    matrix = matrix.T if shape[0] > shape[1] else matrix
-    expected = reference(matrix, ASYM5)
-    standard = relative_error(orthogonalize(matrix, algorithm="standard"), expected)
-    assert relative_error(orthogonalize(matrix), expected) <= 1.1 * standard
+    standard, auto = [], []
+    for condition in (1.0, 10.0, 1e2, 1e4, 1e6):
+        matrix = conditioned(min(shape), max(shape), condition).bfloat16()
+        matrix = matrix.T if shape[0] > shape[1] else matrix
+        expected = reference(matrix, ASYM5)
+        standard.append(relative_error(orthogonalize(matrix, algorithm="standard"), expected))
+        auto.append(relative_error(orthogonalize(matrix), expected))
+        assert auto[-1] <= 1.1 * standard[-1] + 2**-8
+    assert max(auto) <= 1.1 * max(standard)
 
 
 def test_auto_is_standard_where_gram_was_not_as_exact() -> None:
