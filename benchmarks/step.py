@@ -10,7 +10,9 @@ Muon then takes part (without compilation, on the shard sub-mesh, as its documen
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from benchmarks.report import publish
 from benchmarks.step_distributed import WORLD, distributed_results
@@ -27,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.steps < 7:
         parser.error("--steps must be at least 7")
-    ranks = run_ranks(distributed_results, WORLD, options.steps, options.dion, timeout=1800)
+    with redirect_stdout(sys.stderr):  # what ranks print is no part of the JSON
+        ranks = run_ranks(distributed_results, WORLD, options.steps, options.dion, timeout=1800)
     publish([*ranks[0], *local_results(options.steps)], options.json)
 
 
