@@ -87,7 +87,7 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
         row, peers = layout.shard_group(replica), layout.replica_group(replica, shard)
         placed.append((shard, replica % layout.replica_count, row, peers))
         needed += [row, peers]
-    groups = _make_groups(needed, _mesh_groups(parameters))
+    groups = make_groups(needed, parameters)
     return tuple(
         Seat(shard, coordinate, peers, groups.get(row), groups.get(peers))
         for shard, coordinate, row, peers in placed
@@ -105,17 +105,19 @@ def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]
     return found
 
 
-def _make_groups(
-    needed: Sequence[Ranks], existing: dict[Ranks, dist.ProcessGroup]
+def make_groups(
+    needed: Sequence[Ranks], parameters: Iterable[Tensor]
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """A process group for each needed tuple of ranks of more than one.
+    """A process group for each needed tuple of more than one rank. Collective over the world.
 
-    A group that some member lacks is made by all ranks of the world, in sorted order, whatever
-    meshes they belong to: torch wants every rank in every `new_group` call.
+    Groups of the parameters' meshes are used where they fit. One that some member lacks is made by
+    all ranks of the world, in sorted order, whatever meshes they belong to: torch wants every rank
+    in every `new_group` call.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     wanted = {ranks for ranks in needed if len(ranks) > 1}
+    existing = _mesh_groups(parameters)
     missing = sorted(wanted - existing.keys())
     everywhere: set[Ranks] = set().union(*_gather_objects(missing, None))
     groups = dict(existing)

@@ -27,12 +27,18 @@ class PlanConfig:
     `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
     `gather`: how matrices travel to their compute rank: `all_to_all`, which sends nothing twice, or
     `all_gather`, for clusters on which all-to-all exhausts connections.
+    `check_replicas_every`: after every n-th step compare the replicas' parameters bit for bit, and
+    give those that differ the first replica's values, with a warning; 0 never.
     """
 
     unit_bytes: int = 512 * 2**20
     gather: Gather = "all_to_all"
+    check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
+        every = self.check_replicas_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"PlanConfig.check_replicas_every must be 0 or more, got {every!r}")
         if self.gather not in ("all_to_all", "all_gather"):
             raise ValueError(
                 f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
