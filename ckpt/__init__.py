@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from ckpt.manager import CheckpointManager, load, save
     from ckpt.reshard import execute_reshard, plan_reshard
-    from ckpt.verify import verify
 
 __all__ = [
     "CheckpointError",
@@ -41,7 +40,6 @@ __all__ = [
     "open_checkpoint",
     "plan_reshard",
     "save",
-    "verify",
 ]
 
 _MODULES = {
@@ -60,7 +58,6 @@ _MODULES = {
     "open_checkpoint": "ckpt.checkpoint",
     "plan_reshard": "ckpt.reshard",
     "save": "ckpt.manager",
-    "verify": "ckpt.verify",
 }
 
 
