@@ -35,25 +35,26 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Target chunks of one tensor that are written together, band by band."""
+    """Target chunks of one tensor that are written together, band by band. `complete`: they cover
+    all of the rows (of dim 0) that they touch, so that everything that is read is wanted."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     itemsize: int
     outputs: tuple[Output, ...]
+    complete: bool
 
     def bands(self, band_bytes: int) -> Iterator[Box]:
         """Boxes of at most `band_bytes` that cover all outputs, in row-major order."""
         boxes = [output.box for output in self.outputs]
-        start = min((box.offsets[:1] for box in boxes), default=())
-        stop = max(
-            tuple(map(sum, zip(box.offsets[:1], box.sizes[:1], strict=True))) for box in boxes
-        )
-        rows = tuple(b - a for a, b in zip(start, stop, strict=True))
-        area = Box((*start, *(0 for _ in self.shape[1:])), (*rows, *self.shape[1:]))
+        rows = [_rows(box) for box in boxes]
+        start, stop = min(a for a, _ in rows), max(b for _, b in rows)
+        area = Box((start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:]))
+        if not self.shape:
+            area = Box((), ())
         for band in _split(area, max(band_bytes // self.itemsize, 1)):
-            if any(box.intersection(band) for box in boxes):
+            if self.complete or any(box.intersection(band) for box in boxes):
                 yield band
 
 
@@ -136,8 +137,8 @@ def make_streams(
 ) -> Iterator[Stream]:
     """Group the chunks of all files (by number) into streams, in the order of `tensors`.
 
-    Streams of one file come in the order of its chunks, which must be that of `tensors` and, within
-    a tensor, by offsets.
+    All files together hold every element of every tensor once. Streams of one file come in the
+    order of its chunks, which must be that of `tensors` and, within a tensor, by offsets.
     """
     outputs: dict[str, list[Output]] = {key: [] for key in tensors}
     for file, chunks in files.items():
@@ -146,17 +147,24 @@ def make_streams(
     for key, found in outputs.items():
         entry = tensors[key]
         itemsize = DTYPES[entry.dtype].itemsize
-        for group in _interleaved(found, entry.shape):
-            for together in _passes(group, entry.shape):
-                yield Stream(key, entry.dtype, entry.shape, itemsize, together)
+        for group in _row_groups(found):
+            passes = _passes(group, entry.shape)
+            for together in passes:
+                complete = len(passes) == 1
+                yield Stream(key, entry.dtype, entry.shape, itemsize, together, complete)
 
 
-def _interleaved(outputs: list[Output], shape: Sequence[int]) -> Iterator[list[Output]]:
-    """Groups of outputs whose extents overlap, directly or through others."""
+def _rows(box: Box) -> tuple[int, int]:
+    """Half-open range of dim 0; a 0-D tensor has one row."""
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
+
+
+def _row_groups(outputs: list[Output]) -> Iterator[list[Output]]:
+    """Groups of outputs that share rows, directly or through others; each by offsets."""
     group: list[Output] = []
     reach = 0
     for output in sorted(outputs, key=lambda output: output.box.offsets):
-        start, stop = _extent(output.box, shape)
+        start, stop = _rows(output.box)
         if group and start >= reach:
             yield group
             group = []
@@ -184,6 +192,12 @@ def _passes(group: list[Output], shape: Sequence[int]) -> list[tuple[Output, ...
 # ------------------------------------------------------------------------------------------- source
 
 
+def _wanted(stream: Stream, box: Box) -> Box | None:
+    """The smallest box around all that a stream's outputs want of `box`."""
+    parts = [part for output in stream.outputs if (part := output.box.intersection(box))]
+    return _hull(parts) if parts else None
+
+
 class TensorSource:
     """The chunks of one tensor, ready to be asked which of them a band needs."""
 
@@ -200,16 +214,12 @@ class TensorSource:
 
     def reads(self, stream: Stream, band: Box) -> list[Read]:
         """What to read for a band of a stream: per chunk one run, which covers everything that the
-        stream's outputs want of it, and nothing else where they want all or a run of it."""
-        wanted = [
-            part for output in stream.outputs if (part := output.box.intersection(band)) is not None
-        ]
+        stream's outputs want of it."""
         out = []
-        for chunk in self._near(band):
-            box = chunk_box(chunk)
-            parts = [part for want in wanted if (part := want.intersection(box)) is not None]
-            if parts:
-                out.append(self._read(chunk, _cover(_hull(parts), box)))
+        for chunk, common in self.overlapping(band):
+            wanted = common if stream.complete else _wanted(stream, common)
+            if wanted is not None:
+                out.append(self._read(chunk, _cover(wanted, chunk_box(chunk))))
         return out
 
     def overlapping(self, box: Box) -> Iterator[tuple[ChunkEntry, Box]]:
