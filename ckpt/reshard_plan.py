@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt.checkpoint import Checkpoint
+from ckpt.checkpoint import METADATA_NAME, Checkpoint
 from ckpt.commit import check_coverage
 from ckpt.data_file import DTYPES
 from ckpt.errors import UsageError
@@ -29,6 +29,9 @@ from hyperopt.ownership import Box, MeshSpec
 MIB = 1024 * 1024
 DEFAULT_MEMORY = 128 * MIB
 SMALLEST_BUFFER = 64 * 1024
+
+DATA_SUFFIX = ".distcp"
+EXTRA_DIRECTORY = "extra"
 
 Mode = Literal["links", "rewrite"]
 
@@ -123,20 +126,18 @@ def plan_reshard(
     manifest = checkpoint.manifest
     target = retarget(manifest, mesh, replica_count)
     check_coverage(manifest.tensors, checkpoint.indexes)
-    moved = _first_moved(placed_tensors(manifest), target.placed)
+    reason = _reason_to_rewrite(checkpoint, target)
     kept, notes = _kept_files(manifest, target.world_size)
     files: tuple[TargetFile, ...] = ()
     read = written = 0
-    reason = "every tensor keeps its shards; only replicas and owners change"
-    if moved is not None:
-        reason = f"shards change, of {moved!r} first"
+    if reason is not None:
         sources = tensor_sources(checkpoint)
         files = _target_files(target, sources)
         read = _bytes_read(files, manifest.tensors, sources, _band_bytes(buffer_bytes))
         written = sum(file.payload for file in files)
     return ReshardPlan(
-        mode="links" if moved is None else "rewrite",
-        reason=reason,
+        mode="links" if reason is None else "rewrite",
+        reason=reason or "every tensor keeps its shards; only replicas and owners change",
         source=checkpoint.storage.url,
         source_sha256=manifest.sha256,
         target=target,
@@ -168,11 +169,14 @@ def _band_bytes(buffer_bytes: int) -> int:
     return buffer_bytes // 32 * 15
 
 
-def _first_moved(
-    source: Mapping[str, PlacedTensor], target: Mapping[str, PlacedTensor]
-) -> str | None:
-    """The first tensor whose shards differ between two topologies, if any."""
-    return next((key for key in source if _shards(source[key]) != _shards(target[key])), None)
+def _reason_to_rewrite(checkpoint: Checkpoint, target: Target) -> str | None:
+    """Why the data files cannot stay what they are; None if they can."""
+    if checkpoint.foreign:
+        return "the source has no manifest, so its files have no checksums to carry over"
+    before = placed_tensors(checkpoint.manifest)
+    moved = (key for key in before if _shards(before[key]) != _shards(target.placed[key]))
+    key = next(moved, None)
+    return None if key is None else f"shards change, of {key!r} first"
 
 
 def _shards(tensor: PlacedTensor) -> list[tuple[str, int]]:
@@ -208,12 +212,13 @@ def _kept_files(
 
 def is_tensor_data(file: FileEntry) -> bool:
     """Whether a file holds tensors, or describes them for stock readers."""
-    return file.name.endswith(".distcp") or file.name == ".metadata"
+    return file.name.endswith(DATA_SUFFIX) or file.name == METADATA_NAME
 
 
 def is_per_rank(file: FileEntry) -> bool:
-    """Whether a file holds one rank's own state (RNG, dataloader), not tensors."""
-    return file.name.startswith("extra/")
+    """Whether a file holds one rank's own state (RNG, dataloader), not tensors. On object stores
+    a token stands in front of its directory."""
+    return EXTRA_DIRECTORY in file.name.split("/")[:-1]
 
 
 def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
