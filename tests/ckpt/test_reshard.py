@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint import METADATA_NAME, Checkpoint, open_checkpoint
+from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -28,7 +28,7 @@ from ckpt.errors import (
     IncompatibleError,
     UsageError,
 )
-from ckpt.manifest import GroupEntry, OwnershipEntry, Parent, SlotEntry
+from ckpt.manifest import METADATA_NAME, GroupEntry, OwnershipEntry, Parent, SlotEntry
 from ckpt.planner import plan_writes
 from ckpt.reshard import ReshardPlan, ReshardResult, execute_reshard, plan_reshard
 from ckpt.storage import Storage, StoredFile, Writer, open_storage
@@ -450,7 +450,6 @@ MEASURED = """
     from ckpt.reshard import execute_reshard, plan_reshard
     from ckpt.storage import open_storage
     from ckpt.topology import parse_mesh
-    import ckpt.formats.dcp
 
     def peak():
         status = Path("/proc/self/status").read_text()
