@@ -39,7 +39,9 @@ LAYERS = {
         ("errors",),
         ("manifest", "topology"),
         ("storage", "ranges", "data_file", "planner", "streams", "formats", "formats.dcp"),
+        ("formats.dcp_writer", "rewrite"),
         ("checkpoint", "commit", "runs", "summary"),
+        ("reshard_plan",),
         ("reshard", "verify", "app_state", "manager", "diff"),
     ),
 }

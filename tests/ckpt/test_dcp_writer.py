@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt.dtypes import DTYPES
 from ckpt.formats import dcp as with_torch
@@ -70,7 +70,7 @@ def test_stock_torch_loads_a_resharded_checkpoint(tmp_path: Path) -> None:
         "model.w": torch.zeros(9, 6, dtype=torch.bfloat16),
         "model.n": torch.zeros((), dtype=torch.int64),
     }
-    dcp.load(state, checkpoint_id=tmp_path / "target", no_dist=True)
+    load(state, checkpoint_id=tmp_path / "target", no_dist=True)
     for key, raw in read_tensors(source).items():
         assert state[key].reshape(-1).view(torch.uint8).numpy().tobytes() == raw.tobytes()
 
