@@ -1,106 +1,69 @@
-"""A training state as parts: each object that was passed to save or load, by its name.
-
-A part says what the object holds on this rank (`capture`), and how a checkpoint fits it (`fit`);
-fitting changes nothing, `Fit.apply` does, once all ranks know that everything fits. The kinds are
-modules (`ckpt.model_state`), optimizers (`ckpt.optimizer_state`) and all other objects with
-`state_dict` and `load_state_dict`, and dicts (`ckpt.object_state`).
-"""
+"""A training state as parts: which part each object is that was passed to save or load."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
-from ckpt.manifest import GroupEntry, Manifest, OwnershipEntry
-from ckpt.tensors import LocalTensor
-from ckpt.topology import StateOf
-from hyperopt.ownership import Box
-
-PER_RANK = "per_rank"
-"""The tag of an object's extras when each rank has its own values in `private_file(rank)`."""
-
-
-def private_file(rank: int) -> str:
-    """The file with what only rank `rank` needs: generators and values that differ by rank."""
-    return f"extra/rank-{rank:05d}.pt"
+from ckpt.errors import UsageError
+from ckpt.state.modules import ModelPart, parameter_names
+from ckpt.state.objects import ObjectPart, Stateful
+from ckpt.state.owned_optimizer import OwnedPart, parameter_devices
+from ckpt.state.part import Part
+from ckpt.state.tensors import TensorReader
+from ckpt.state.torch_optimizer import TorchPart
+from hyperopt.ownership import OwnedState
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What one object holds on this rank. Tensors are live, not copies.
+def open_parts(state: Mapping[str, Any]) -> list[Part]:
+    """The parts of a state: modules first, then optimizers, then all others, each in given order.
 
-    `values` is JSON. `raw` is an object's own state, for the rank's private file; it is used when
-    `fingerprint` (a digest of all values) is None or differs between ranks. Modules and optimizers
-    have no `raw`: there, ranks must agree.
+    That is the order in which they are loaded, so that a scheduler finds its optimizer loaded.
+    Raises UsageError, naming the object, for what has no state to save.
     """
-
-    tensors: dict[str, LocalTensor]
-    states: dict[str, StateOf] = field(default_factory=dict)
-    groups: tuple[GroupEntry, ...] = ()
-    ownership: tuple[OwnershipEntry, ...] = ()
-    absent: tuple[str, ...] = ()
-    values: Any = None
-    raw: Any = None
-    fingerprint: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTarget:
-    """A box of a checkpoint's tensor and where its elements go (any device, dtype or strides)."""
-
-    key: str
-    box: Box
-    tensor: torch.Tensor
+    reader = TensorReader()
+    modules = {name: found for name, value in state.items() if (found := _modules(name, value))}
+    models = [ModelPart(name, found, reader) for name, found in modules.items()]
+    parameters = parameter_names([module for found in modules.values() for module in found])
+    optimizers: list[Part] = []
+    others: list[Part] = []
+    for name, value in state.items():
+        if name in modules:
+            continue
+        part = _optimizer_part(name, value, parameters, reader)
+        if part is not None:
+            optimizers.append(part)
+        else:
+            others.append(_object_part(name, value, reader))
+    return [*models, *optimizers, *others]
 
 
-@dataclass(slots=True)
-class Fit:
-    """How a checkpoint fits one object.
-
-    `claimed`: keys of the checkpoint that the object takes. `missing`: what it needs and the
-    checkpoint lacks. `differing`: whole sentences. `warnings`: what is worth saying, but no error.
-    """
-
-    targets: list[ReadTarget] = field(default_factory=list)
-    claimed: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    apply: Callable[[], None] = lambda: None
+def _modules(name: str, value: Any) -> tuple[nn.Module, ...]:
+    if "." in name:
+        raise UsageError(f"{name!r}: the name of a part of the state cannot have a dot")
+    if isinstance(value, nn.Module):
+        return (value,)
+    several = isinstance(value, list | tuple) and bool(value)
+    return tuple(value) if several and all(isinstance(m, nn.Module) for m in value) else ()
 
 
-Redistribute = Callable[[list[Any], int, int], Any]
-"""Makes one rank's state from those of all ranks that saved: `(states, rank, world_size)`."""
+def _optimizer_part(
+    name: str, value: Any, parameters: Mapping[int, str], reader: TensorReader
+) -> Part | None:
+    if isinstance(value, OwnedState) and isinstance(value, torch.optim.Optimizer):
+        return OwnedPart(name, value, parameter_devices(value, parameters))
+    if isinstance(value, torch.optim.Optimizer):
+        return TorchPart(name, value, parameters, reader)
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint as parts see it. `private(rank)` reads what was saved for one rank."""
-
-    manifest: Manifest
-    rank: int
-    world_size: int
-    private: Callable[[int], dict[str, Any]]
-    allow_narrowing: bool = False
-    redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
-
-
-class Part(Protocol):
-    """One named object of a training state."""
-
-    @property
-    def name(self) -> str:
-        """The name it was passed under."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it has one global state (modules, optimizers), to which ranks contribute."""
-
-    def capture(self) -> Snapshot:
-        """What it holds now. No collective."""
-
-    def fit(self, saved: Saved) -> Fit:
-        """How a checkpoint fits. Changes nothing; no collective."""
+def _object_part(name: str, value: Any, reader: TensorReader) -> ObjectPart:
+    if isinstance(value, dict | Stateful):
+        return ObjectPart(name, value, reader)
+    raise UsageError(
+        f"{name}: a {type(value).__name__} cannot be saved; pass a module, an optimizer, a dict, "
+        "or an object with state_dict() and load_state_dict()"
+    )

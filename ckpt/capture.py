@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from ckpt.app_state import PER_RANK, Snapshot
+from ckpt.app_state import open_parts
 from ckpt.coordinator import LEADER, Coordinator, everywhere
 from ckpt.errors import CheckpointError, IncompatibleError, UsageError
 from ckpt.merge import Layout, Records, merge_layouts, merge_records
-from ckpt.object_state import tensor_digest
-from ckpt.parts import open_parts
 from ckpt.planner import PlannedChunk, WritePlan, plan_writes, table_digest
-from ckpt.rng import capture_rng
-from ckpt.tensors import LocalTensor, Piece, sub_box
+from ckpt.state.objects import tensor_digest
+from ckpt.state.part import PER_RANK, Snapshot
+from ckpt.state.rng import capture_rng
+from ckpt.state.tensors import LocalTensor, Piece, sub_box
 from ckpt.topology import PlacedTensor
 from ckpt.values import tagged
 from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
@@ -46,10 +46,11 @@ class PlannedWrite:
 class CapturedState:
     """A state that is ready to be written: what all ranks know, and what this rank contributes.
 
-    `private` is this rank's private file: its generators and the values of objects that differ
-    between ranks.
+    `names` are those under which the objects were passed. `private` is this rank's private file:
+    its generators and the values of objects that differ between ranks.
     """
 
+    names: tuple[str, ...]
     layout: Layout
     records: Records
     extras: dict[str, Any]
@@ -107,7 +108,7 @@ def capture_state(
         **{name: snapshot.values for name, snapshot in objects.items()},
         **{name: tagged(PER_RANK) for name in private},
     }
-    return CapturedState(layout, records, extras, writes, blob)
+    return CapturedState(tuple(state), layout, records, extras, writes, blob)
 
 
 Snapshots = dict[str, Snapshot]

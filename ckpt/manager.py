@@ -10,7 +10,6 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt.app_state import Redistribute
 from ckpt.capture import PlanCache, capture_state
 from ckpt.checkpoint import open_checkpoint
 from ckpt.coordinator import (
@@ -22,7 +21,7 @@ from ckpt.coordinator import (
     open_coordinator,
 )
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
-from ckpt.load import LoadOptions, LoadReport, load_state
+from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.manifest import Parent
 from ckpt.runs import (
     STALE_SECONDS,
@@ -37,7 +36,8 @@ from ckpt.runs import (
     scan,
     sweep,
 )
-from ckpt.save import Destination, SaveReport, write_state
+from ckpt.saving import Destination, SaveReport, write_state
+from ckpt.state.part import Redistribute
 from ckpt.storage import Storage, open_storage
 
 log = logging.getLogger(__name__)

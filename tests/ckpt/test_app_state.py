@@ -19,9 +19,9 @@ from ckpt.capture import PlanCache, capture_state
 from ckpt.checkpoint import open_checkpoint
 from ckpt.coordinator import SingleProcess
 from ckpt.errors import CheckpointError, CorruptError, IncompatibleError, UsageError
-from ckpt.load import load
-from ckpt.rng import capture_rng, restore_rng
-from ckpt.save import save
+from ckpt.loading import load
+from ckpt.saving import save
+from ckpt.state.rng import capture_rng, restore_rng
 
 
 def net() -> nn.Sequential:

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.checkpoint import open_checkpoint
 from ckpt.errors import CheckpointError, IncompatibleError, UsageError
-from ckpt.load import load
-from ckpt.save import save
+from ckpt.loading import load
+from ckpt.saving import save
 from tests.ckpt.states import oracle, whole
 from tests.distributed import run_ranks
 

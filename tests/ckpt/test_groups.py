@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.app_state import Fit
 from ckpt.errors import UsageError
-from ckpt.groups import (
+from ckpt.manifest import GroupEntry
+from ckpt.state.groups import (
     SavedGroups,
     absent_states,
     continue_hyperparameters,
     encode_hyperparameters,
     missing_states,
 )
-from ckpt.manifest import GroupEntry
+from ckpt.state.part import Fit
 
 GROUPS = [("a", "b", "c"), ("d",)]
 

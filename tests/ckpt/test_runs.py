@@ -22,7 +22,7 @@ from ckpt.runs import (
     step_of,
     sweep,
 )
-from ckpt.save import save
+from ckpt.saving import save
 from ckpt.storage import open_storage
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ckpt.checkpoint import open_checkpoint
-from ckpt.load import LoadReport, load
-from ckpt.save import save
-from tests.ckpt.states import Net, OwnerOptimizer, assert_model, fill, shard
+from ckpt.loading import LoadReport, load
+from ckpt.saving import save
+from tests.ckpt.states import Net, OwnerOptimizer, assert_model, fill, oracle, shard
 from tests.distributed import run_ranks
 
 Sizes = tuple[int, int]
@@ -104,3 +105,52 @@ def test_state_of_owners_is_read_once(tmp_path: Path) -> None:
     # A step counter is whole on both shard ranks of its owner.
     counters = sum(4 for k in open_checkpoint(path).manifest.tensors if k.endswith(".step"))
     assert sum(read) == state_bytes(path) + counters
+
+
+# ------------------------------------------------------------------------- stock torch both ways
+
+
+def stock_load(path: str) -> None:
+    model, _ = build((2, 2), offset=1.0)
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    del state["model.head.weight"]  # tied: it is there once
+    dcp.load(state, checkpoint_id=path)
+    assert_model(model)
+    momentum = torch.zeros(33, 6)
+    curve = torch.zeros(5)
+    tensors = {"optimizer.state.up.weight.momentum_buffer": momentum, "extra.curve": curve}
+    dcp.load(tensors, checkpoint_id=path)
+    assert torch.equal(momentum, oracle("up.weight.momentum_buffer", (33, 6), torch.float32))
+    assert torch.equal(curve, torch.arange(5) / 7)
+
+
+def test_stock_torch_loads_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    run_ranks(save_on, 4, (2, 2), path)
+    run_ranks(stock_load, 4, path)
+    stock_load_alone(path)
+
+
+def stock_load_alone(path: str) -> None:
+    model, _ = build(None, offset=1.0)
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    del state["model.head.weight"]
+    dcp.load(state, checkpoint_id=path)
+    assert_model(model)
+
+
+def stock_save(path: str) -> None:
+    model, _ = build((2, 2))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+
+
+def load_stock(path: str) -> None:
+    model, _ = build((1, 4), offset=1.0)
+    load(path, model=model)
+    assert_model(model)
+
+
+def test_what_stock_torch_saved_loads(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    run_ranks(stock_save, 4, path)
+    run_ranks(load_stock, 4, path)

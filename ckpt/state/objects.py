@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from ckpt.app_state import PER_RANK, Fit, ReadTarget, Saved, Snapshot
 from ckpt.errors import IncompatibleError, UsageError
-from ckpt.tensors import LocalTensor, TensorReader, blocks, torch_dtype, whole_piece
+from ckpt.state.part import PER_RANK, Fit, ReadTarget, Saved, Snapshot
+from ckpt.state.tensors import LocalTensor, TensorReader, blocks, torch_dtype, whole_piece
 from ckpt.values import decode_value, encode_value, tag_of, tagged
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import xxhash
 
-from ckpt.app_state import private_file
 from ckpt.capture import CapturedState, PlanCache, PlannedWrite, capture_state
 from ckpt.commit import PendingCheckpoint, check_coverage
 from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader, together
@@ -37,8 +36,9 @@ from ckpt.manifest import (
     decode_index,
     encode_index,
 )
+from ckpt.state.part import private_file
+from ckpt.state.tensors import blocks
 from ckpt.storage import Storage, open_storage
-from ckpt.tensors import blocks
 from ckpt.topology import entries_from
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,8 @@ def _commit(
     manifest = _manifest(captured, destination, receipts)
     indexes = [decode_index(r.index, f"rank {i}") for i, r in enumerate(receipts) if r.index]
     check_coverage(manifest.tensors, indexes)
-    return pending.commit(manifest, encode_metadata(manifest.tensors, indexes)).sha256
+    metadata = encode_metadata(manifest.tensors, indexes, captured.names)
+    return pending.commit(manifest, metadata).sha256
 
 
 def _manifest(

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.app_state import Fit, ReadTarget, Saved, Snapshot
 from ckpt.errors import UsageError
 from ckpt.manifest import TensorEntry
-from ckpt.tensors import LocalTensor, TensorReader, torch_dtype
+from ckpt.state.part import Fit, ReadTarget, Saved, Snapshot
+from ckpt.state.tensors import LocalTensor, TensorReader, torch_dtype
 from ckpt.values import decode_value, encode_value
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -66,7 +66,7 @@ class ModelPart:
         """Parameters and persistent buffers, tied ones once; extra state as values."""
         tensors: dict[str, LocalTensor] = {}
         values: dict[str, Any] = {}
-        for fqn, value in self._entries().items():
+        for (fqn, *_), value in self._entries():
             key = f"{self.name}.{fqn}"
             if isinstance(value, torch.Tensor):
                 local = self.reader.read(key, value)
@@ -75,38 +75,55 @@ class ModelPart:
                 values[fqn] = encode_value(value, key)
         return Snapshot(tensors, values=values or None)
 
-    def _entries(self) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
-        seen: set[int] = set()
+    def _entries(self) -> list[tuple[list[str], Any]]:
+        """The entries of the modules' state dicts, each with all its clean names: a tied tensor
+        has several. Raises UsageError where two entries have one name."""
+        entries: list[tuple[list[str], Any]] = []
+        names_of: dict[int, list[str]] = {}
+        taken: set[str] = set()
         for module in self.modules:
             # keep_vars, so that tied parameters are the same object.
             state = module.state_dict(keep_vars=True)
             clean = clean_names(module, list(state))
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and id(value) in seen:
-                    continue
-                seen.add(id(value))
-                if clean[name] in entries:
+                if clean[name] in taken:
                     raise UsageError(f"{self.name}: two entries are called {clean[name]!r}")
-                entries[clean[name]] = value
+                taken.add(clean[name])
+                if isinstance(value, torch.Tensor) and id(value) in names_of:
+                    names_of[id(value)].append(clean[name])
+                    continue
+                names_of[id(value)] = [clean[name]]
+                entries.append((names_of[id(value)], value))
         return entries
 
     def fit(self, saved: Saved) -> Fit:
         """Read into the live tensors, in place."""
-        snapshot = self.capture()
         fit = Fit()
-        for key, local in snapshot.tensors.items():
-            entry = saved.manifest.tensors.get(key)
-            if entry is None:
-                fit.missing.append(key)
-                continue
-            fit.claimed.add(key)
-            fit.differing.extend(compare(key, entry, local, saved.allow_narrowing))
-            fit.targets.extend(ReadTarget(key, p.box, p.tensor) for p in local.pieces)
-        self._fit_values(snapshot.values or {}, saved, fit)
+        values: list[str] = []
+        for fqns, value in self._entries():
+            if isinstance(value, torch.Tensor):
+                self._fit_tensor([f"{self.name}.{fqn}" for fqn in fqns], value, saved, fit)
+            else:
+                values.extend(fqns)
+        self._fit_values(values, saved, fit)
         return fit
 
-    def _fit_values(self, current: dict[str, Any], saved: Saved, fit: Fit) -> None:
+    def _fit_tensor(self, keys: list[str], tensor: torch.Tensor, saved: Saved, fit: Fit) -> None:
+        """One tensor, under the first of its names that the checkpoint has."""
+        found = [key for key in keys if key in saved.manifest.tensors]
+        if not found:
+            fit.missing.append(keys[0])
+            return
+        if len(found) > 1:
+            fit.warnings.append(f"{', '.join(found)}: one tensor here; {found[0]} is loaded")
+        key = found[0]
+        fit.claimed.update(found)
+        local = self.reader.read(key, tensor)
+        entry = saved.manifest.tensors[key]
+        fit.differing.extend(compare(key, entry, local, saved.allow_narrowing))
+        fit.targets.extend(ReadTarget(key, p.box, p.tensor) for p in local.pieces)
+
+    def _fit_values(self, current: list[str], saved: Saved, fit: Fit) -> None:
         stored = saved.manifest.extras.get(self.name) or {}
         fit.missing.extend(f"{self.name}.{fqn}" for fqn in current if fqn not in stored)
         mine = {fqn: decode_value(stored[fqn], f"{self.name}.{fqn}") for fqn in stored}

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import torch
 import xxhash
+from isal import isal_zlib
 
-from ckpt.app_state import ReadTarget
 from ckpt.checkpoint import Checkpoint
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError
 from ckpt.manifest import ChunkEntry
 from ckpt.ranges import overlap_runs
+from ckpt.state.part import ReadTarget
+from ckpt.state.tensors import Piece, host_bytes, sub_box, torch_dtype
 from ckpt.storage import Storage
-from ckpt.tensors import Piece, host_bytes, sub_box, torch_dtype
 from hyperopt.ownership import Box
 
 
@@ -32,7 +33,7 @@ class _Copy:
 def read_targets(checkpoint: Checkpoint, targets: Iterable[ReadTarget]) -> int:
     """Fill every target; returns the bytes that were read.
 
-    A chunk that is read whole is checked against its XXH3-128. Raises CorruptError, naming tensor,
+    A chunk that is read whole is checked against its checksum. Raises CorruptError, naming tensor,
     file and offset, where bytes are wrong or a part of a target is in no chunk.
     """
     copies = [copy for target in targets for copy in _copies(checkpoint, target)]
@@ -87,7 +88,11 @@ def _read_box(storage: Storage, copy: _Copy, buffer: memoryview) -> None:
 
 
 def _check(chunk: ChunkEntry, buffer: memoryview) -> None:
-    if xxhash.xxh3_128_hexdigest(buffer) != chunk.xxh3_128:
+    if chunk.xxh3_128:
+        good = xxhash.xxh3_128_hexdigest(buffer) == chunk.xxh3_128
+    else:  # a checkpoint of stock torch
+        good = isal_zlib.crc32(buffer) == chunk.crc32
+    if not good:
         raise CorruptError(
             f"{chunk.file}: bytes {chunk.byte_offset} to {chunk.byte_offset + chunk.byte_length} "
             f"(tensor {chunk.key} at offsets {list(chunk.offsets)}) are not those that were written"

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ckpt.app_state import Fit, Redistribute, Saved, private_file
+from ckpt.app_state import open_parts
 from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, together
 from ckpt.errors import CorruptError, IncompatibleError, NotFoundError, TryAgainError
-from ckpt.groups import state_key
 from ckpt.manifest import Manifest
-from ckpt.parts import open_parts
-from ckpt.read import read_targets
-from ckpt.rng import restore_rng
+from ckpt.reading import read_targets
+from ckpt.state.groups import state_key
+from ckpt.state.part import Fit, Redistribute, Saved, private_file
+from ckpt.state.rng import restore_rng
 
 log = logging.getLogger(__name__)
 

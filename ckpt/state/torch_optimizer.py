@@ -1,213 +1,32 @@
-"""Optimizers: state by parameter name, never by index, and never created to be overwritten.
-
-`OwnedPart` is for optimizers whose state lives on owners (`hyperopt.ownership.OwnedState`):
-nothing is sent anywhere. `TorchPart` is for every other `torch.optim.Optimizer`.
-"""
+"""Every other `torch.optim.Optimizer`: state by parameter name, never by index, and never created
+to be overwritten."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt.app_state import Fit, ReadTarget, Saved, Snapshot
 from ckpt.errors import UsageError
-from ckpt.groups import (
+from ckpt.manifest import GroupEntry, TensorEntry
+from ckpt.state.groups import (
     SavedGroups,
     absent_states,
     continue_hyperparameters,
     encode_hyperparameters,
+    keys_by_parameter,
     missing_states,
+    saved_states,
+    shape_differs,
     state_key,
 )
-from ckpt.manifest import GroupEntry, TensorEntry
-from ckpt.tensors import LocalTensor, Piece, TensorReader, torch_dtype, whole_piece
-from ckpt.topology import PlacedTensor, StateOf, ownership_entry
+from ckpt.state.part import Fit, ReadTarget, Saved, Snapshot
+from ckpt.state.tensors import LocalTensor, TensorReader, torch_dtype, whole_piece
+from ckpt.topology import StateOf
 from ckpt.values import decode_value, encode_value
-from hyperopt.ownership import (
-    Box,
-    GroupRow,
-    OwnedPiece,
-    OwnedState,
-    OwnedTensor,
-    StateEntry,
-    held_boxes,
-)
-
-
-def saved_states(name: str, saved: Saved) -> dict[str, tuple[StateOf, TensorEntry]]:
-    """The tensors of one optimizer in a checkpoint, by their full keys."""
-    return {
-        key: (StateOf(name, entry.parameter, entry.state_key), entry)
-        for key, entry in saved.manifest.tensors.items()
-        if entry.optimizer == name and entry.parameter is not None and entry.state_key is not None
-    }
-
-
-def keys_by_parameter(states: Mapping[str, StateOf]) -> dict[str, list[str]]:
-    """State keys per parameter."""
-    out: dict[str, list[str]] = {}
-    for of in states.values():
-        out.setdefault(of.parameter, []).append(of.state_key)
-    return out
-
-
-# -------------------------------------------------------------------------------- state on owners
-
-
-class OwnedOptimizer(OwnedState, Protocol):
-    """An optimizer of torch's form that keeps its state on owners."""
-
-    param_groups: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedPart:
-    """An optimizer that implements `OwnedState`. `parameters` gives FQNs by identity."""
-
-    name: str
-    optimizer: OwnedOptimizer
-    parameters: Mapping[int, str]
-    is_shared: bool = True
-
-    def capture(self) -> Snapshot:
-        """This rank's pieces of all state that exists anywhere."""
-        table = self.optimizer.state_table()
-        placements = self.optimizer.parameter_placements()
-        owned = self.optimizer.owned_state()
-        tensors: dict[str, LocalTensor] = {}
-        states: dict[str, StateOf] = {}
-        for short, entry in table.items():
-            key = state_key(self.name, entry.fqn, entry.key)
-            placed = PlacedTensor(entry.dtype, entry.shape, placements[entry.fqn])
-            tensors[key] = LocalTensor(placed, _pieces(owned.get(short)))
-            states[key] = StateOf(self.name, entry.fqn, entry.key)
-        rows = self.optimizer.group_table()
-        return Snapshot(
-            tensors,
-            states,
-            tuple(self._group_entry(row) for row in rows),
-            tuple(ownership_entry(self.name, owners) for owners in self.optimizer.ownership()),
-            absent_states(self.name, [row.fqns for row in rows], keys_by_parameter(states)),
-        )
-
-    def _group_entry(self, row: GroupRow) -> GroupEntry:
-        where = f"{self.name}: parameter group {row.name!r}"
-        values = encode_hyperparameters(row.hyperparameters, where)
-        return GroupEntry(self.name, row.name, row.fqns, values, row.step)
-
-    def fit(self, saved: Saved) -> Fit:
-        """Allocate exactly what this rank holds here, and read that."""
-        fit = Fit()
-        states = saved_states(self.name, saved)
-        rows = self.optimizer.group_table()
-        rows = self._fit_groups(rows, states, saved, fit)
-        placements = self.optimizer.parameter_placements()
-        devices = self._devices()
-        pieces: dict[str, OwnedTensor] = {}
-        table: dict[str, StateEntry] = {}
-        for key, (of, entry) in states.items():
-            placement = placements.get(of.parameter)
-            if placement is None:
-                continue
-            fit.claimed.add(key)
-            short = f"{of.parameter}.{of.state_key}"
-            table[short] = StateEntry(of.parameter, of.state_key, entry.shape, entry.dtype)
-            if fit.differing or _shape_differs(key, entry, placement.shape, fit):
-                continue
-            boxes = held_boxes(placement, entry.shape, saved.rank, saved.world_size)
-            # Also where this rank holds no part: an owner's shard may be empty.
-            tensor = _allocate(entry, boxes, devices.get(of.parameter, devices[""]))
-            pieces[short] = tensor
-            fit.targets.extend(
-                ReadTarget(key, box, piece.tensor)
-                for box, piece in zip(boxes, tensor.pieces, strict=True)
-            )
-        fit.apply = lambda: self._apply(pieces, table, rows)
-        return fit
-
-    def _fit_groups(
-        self,
-        rows: list[GroupRow],
-        states: Mapping[str, tuple[StateOf, TensorEntry]],
-        saved: Saved,
-        fit: Fit,
-    ) -> list[GroupRow]:
-        """The rows to load: present names and parameters, saved values and steps."""
-        present = keys_by_parameter({key: of for key, (of, _) in states.items()})
-        groups = [row.fqns for row in rows]
-        fit.missing.extend(missing_states(self.name, groups, present, saved.manifest.absent))
-        stored = SavedGroups(self.name, saved.manifest.groups)
-        out = []
-        for row in rows:
-            entry = stored.find(row.name, row.fqns, fit)
-            if entry is None:
-                continue
-            where = f"{self.name}: parameter group {row.name!r}"
-            values = continue_hyperparameters(
-                where, entry.hyperparameters, row.hyperparameters, fit
-            )
-            out.append(GroupRow(row.name, row.fqns, values, entry.step))
-        return out
-
-    def _devices(self) -> dict[str, torch.device]:
-        """Device per parameter; '' for parameters that no module names."""
-        found = {"": torch.device("cpu")}
-        for group in reversed(self.optimizer.param_groups):
-            for parameter in reversed(group["params"]):
-                found[""] = parameter.device
-                if id(parameter) in self.parameters:
-                    found[self.parameters[id(parameter)]] = parameter.device
-        return found
-
-    def _apply(
-        self,
-        pieces: Mapping[str, OwnedTensor],
-        table: Mapping[str, StateEntry],
-        rows: list[GroupRow],
-    ) -> None:
-        self.optimizer.load_owned_state(pieces)
-        self.optimizer.load_state_table(table)
-        self.optimizer.load_group_table(rows)
-
-
-def _shape_differs(key: str, entry: TensorEntry, shape: tuple[int, ...], fit: Fit) -> bool:
-    """Whether the parameter of a state had another shape; says so in `fit`."""
-    then = entry.shape if entry.parameter_shape is None else entry.parameter_shape
-    if then == shape:
-        return False
-    fit.differing.append(
-        f"{key}: its parameter has shape {list(then)} in the checkpoint, {list(shape)} here"
-    )
-    return True
-
-
-def _pieces(owned: OwnedTensor | None) -> tuple[Piece, ...]:
-    if owned is None:
-        return ()
-    return tuple(
-        Piece(Box(piece.offsets, tuple(piece.tensor.shape)), piece.tensor.detach())
-        for piece in owned.pieces
-        if piece.tensor.numel()
-    )
-
-
-def _allocate(entry: TensorEntry, boxes: tuple[Box, ...], device: torch.device) -> OwnedTensor:
-    dtype = torch_dtype(entry.dtype)
-    return OwnedTensor(
-        entry.shape,
-        dtype,
-        tuple(
-            OwnedPiece(box.offsets, torch.empty(box.sizes, dtype=dtype, device=device))
-            for box in boxes
-        ),
-    )
-
-
-# ------------------------------------------------------------------------- torch's own optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +127,7 @@ class TorchPart:
             if parameter is None:
                 continue
             fit.claimed.add(key)
-            if not _shape_differs(key, entry, tuple(parameter.shape), fit):
+            if not shape_differs(key, entry, tuple(parameter.shape), fit):
                 tensor = self._fit_state(key, entry, parameter, fit)
                 loaded.setdefault(of.parameter, {})[of.state_key] = tensor
         fit.apply = lambda: self._apply(names, groups, loaded)
@@ -394,17 +213,4 @@ def _first_duplicate(names: list[str]) -> str | None:
         if name in seen:
             return name
         seen.add(name)
-    return None
-
-
-def optimizer_part(
-    name: str, optimizer: object, parameters: Mapping[int, str], reader: TensorReader
-) -> OwnedPart | TorchPart | None:
-    """The part for an optimizer; None if the object is none."""
-    if isinstance(optimizer, OwnedState):
-        if not hasattr(optimizer, "param_groups"):
-            raise UsageError(f"{name}: an optimizer with owned state needs param_groups")
-        return OwnedPart(name, optimizer, parameters)  # type: ignore[arg-type]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return TorchPart(name, optimizer, parameters, reader)
     return None

@@ -1,4 +1,4 @@
-"""Parameter groups in a manifest, and which state is known to be absent. No torch.
+"""Optimizers as a manifest has them: groups, which state there is, and which is known to be absent.
 
 Groups are matched by name and by the names of their parameters, never by values.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt.app_state import Fit
-from ckpt.manifest import GroupEntry
+from ckpt.manifest import GroupEntry, TensorEntry
+from ckpt.state.part import Fit, Saved
+from ckpt.topology import StateOf
 from ckpt.values import decode_value, encode_value
 
 EXECUTION_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize_memory")
@@ -60,6 +61,34 @@ def missing_states(
 def _covered(key: str, known: set[str]) -> bool:
     """Whether the absence of all of a parameter's states covers this key."""
     return key.rpartition(".")[0] in known
+
+
+def saved_states(name: str, saved: Saved) -> dict[str, tuple[StateOf, TensorEntry]]:
+    """The tensors of one optimizer in a checkpoint, by their full keys."""
+    return {
+        key: (StateOf(name, entry.parameter, entry.state_key), entry)
+        for key, entry in saved.manifest.tensors.items()
+        if entry.optimizer == name and entry.parameter is not None and entry.state_key is not None
+    }
+
+
+def keys_by_parameter(states: Mapping[str, StateOf]) -> dict[str, list[str]]:
+    """State keys per parameter."""
+    out: dict[str, list[str]] = {}
+    for of in states.values():
+        out.setdefault(of.parameter, []).append(of.state_key)
+    return out
+
+
+def shape_differs(key: str, entry: TensorEntry, shape: tuple[int, ...], fit: Fit) -> bool:
+    """Whether the parameter of a state had another shape; says so in `fit`."""
+    then = entry.shape if entry.parameter_shape is None else entry.parameter_shape
+    if then == shape:
+        return False
+    fit.differing.append(
+        f"{key}: its parameter has shape {list(then)} in the checkpoint, {list(shape)} here"
+    )
+    return True
 
 
 class SavedGroups:
