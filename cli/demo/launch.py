@@ -1,0 +1,180 @@
+"""Ranks as real processes that can really be killed.
+
+One server process imports torch once and forks every rank from itself: on two cores, that saves
+the demo about a minute of imports. This process never imports torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from ckpt.errors import CheckpointError
+
+_TRAIN = "cli.demo.train"
+_PATIENCE = 300.0  # seconds for one run: a hang must not look like slow training
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one run does. `mesh` is (replicate, shard), or None for one process without a mesh.
+    `root` is the run directory, loaded from when `resume` is set, and saved to after `save_at`
+    updates; `end` is the number of updates after which the run stops."""
+
+    mesh: tuple[int, int] | None
+    root: Path
+    end: int
+    resume: bool = False
+    save_at: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.mesh[0] * self.mesh[1] if self.mesh else 1
+
+    @property
+    def topology(self) -> str:
+        """`2×2`, replicate × shard; `1` for one process."""
+        return "×".join(map(str, self.mesh)) if self.mesh else "1"
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What a rank reports at the end: a digest of all parameters, the bytes of optimizer state that
+    it holds, and the bytes it read from the checkpoint."""
+
+    parameters: str
+    state_bytes: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Sent by rank 0: the loss over the global batch after `step` updates."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """Sent by a rank that raises, before it ends."""
+
+    traceback: str
+
+
+Message = StepDone | RankResult | RankFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Losses by step, one result per rank (fewer, when the ranks were killed), wall seconds."""
+
+    losses: Mapping[int, float]
+    results: tuple[RankResult, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Watched:
+    """The ranks of one run, and what they have said so far."""
+
+    processes: list[BaseProcess] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    results: dict[int, RankResult] = field(default_factory=dict)
+
+
+def launch(
+    job: Job,
+    rendezvous: Path,
+    *,
+    on_step: Callable[[StepDone], None],
+    kill_after: int | None = None,
+) -> Outcome:
+    """Run a job on as many processes as its mesh has ranks.
+
+    `rendezvous` is a file name that does not exist yet. With `kill_after`, every rank gets SIGKILL
+    as soon as that many updates are done. Raises CheckpointError, with the rank's traceback, if a
+    rank fails, and stops the others.
+    """
+    started = time.monotonic()
+    ranks = _Watched()
+    try:
+        _start(job, rendezvous, ranks)
+        _watch(ranks, started + _PATIENCE, on_step, kill_after)
+    finally:
+        _kill(ranks)
+    results = tuple(ranks.results[rank] for rank in sorted(ranks.results))
+    return Outcome(ranks.losses, results, time.monotonic() - started)
+
+
+def _start(job: Job, rendezvous: Path, ranks: _Watched) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_TRAIN])
+    for rank in range(job.ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_rank, args=(job, rank, rendezvous, theirs), name=f"rank {rank}", daemon=True
+        )
+        process.start()
+        theirs.close()  # so that the end of the rank is the end of its pipe
+        ranks.processes.append(process)
+        ranks.connections.append(ours)
+
+
+def _run_rank(job: Job, rank: int, rendezvous: Path, connection: Connection) -> None:
+    from cli.demo.train import run_rank
+
+    run_rank(job, rank, rendezvous, connection)
+
+
+def _watch(
+    ranks: _Watched,
+    deadline: float,
+    on_step: Callable[[StepDone], None],
+    kill_after: int | None,
+) -> None:
+    """Read messages until every rank has reported, or it is time to kill them."""
+    while len(ranks.results) < len(ranks.processes):
+        waiting = [c for rank, c in enumerate(ranks.connections) if rank not in ranks.results]
+        ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+        if not ready:
+            raise CheckpointError(f"a run of the demo hung: nothing for {_PATIENCE:.0f} s; stopped")
+        for connection in ready:
+            rank = ranks.connections.index(connection)  # type: ignore[arg-type]
+            message = _receive(ranks, rank)
+            if isinstance(message, RankResult):
+                ranks.results[rank] = message
+                continue
+            ranks.losses[message.step] = message.loss
+            on_step(message)
+            if message.step == kill_after:
+                return
+
+
+def _receive(ranks: _Watched, rank: int) -> StepDone | RankResult:
+    try:
+        message: Message = ranks.connections[rank].recv()
+    except EOFError:
+        ranks.processes[rank].join()
+        code = ranks.processes[rank].exitcode
+        raise CheckpointError(f"rank {rank} of the demo ended early, exit code {code}") from None
+    if isinstance(message, RankFailed):
+        raise CheckpointError(f"rank {rank} of the demo failed:\n{message.traceback}")
+    return message
+
+
+def _kill(ranks: _Watched) -> None:
+    """SIGKILL whatever still runs, as a preempted node would be; collect all."""
+    for process in ranks.processes:
+        process.kill()
+    for process in ranks.processes:
+        process.join()
+    for connection in ranks.connections:
+        connection.close()
