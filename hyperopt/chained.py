@@ -1,0 +1,353 @@
+"""Several optimizers as one, and the split of a model's parameters among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperopt.adamw import DistributedAdamW
+from hyperopt.distributed import DistributedOptimizer, clean_fqn
+from hyperopt.muon import Muon
+from hyperopt.ownership import (
+    GroupRow,
+    OwnedTensor,
+    Ownership,
+    ParameterPlacement,
+    StateEntry,
+)
+from hyperopt.state import parse_state_dict
+
+LabelFunction = Callable[[str, nn.Parameter], str | None]
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+_HEAD_NAMES = frozenset(
+    {"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"}
+)
+
+
+def split_params(
+    model: nn.Module, label_fn: LabelFunction | None = None
+) -> dict[str, NamedParameters]:
+    """The model's parameters by label, `muon` and `adamw` by default, under clean FQNs.
+
+    Hidden matrices go to `muon`; embeddings, output heads (by name, or as large as an embedding's
+    vocabulary), norms, biases and everything below two dims to `adamw`. `label_fn(name, parameter)`
+    may return another label, or None for the default. Frozen parameters are labelled too, so that
+    unfreezing needs no rebuild. A parameter that occurs twice is taken under its first name.
+    """
+    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    out: dict[str, NamedParameters] = {}
+    for raw_name, parameter in model.named_parameters():
+        name = clean_fqn(raw_name)
+        label = label_fn(name, parameter) if label_fn is not None else None
+        if label is None:
+            hidden = (
+                parameter.dim() >= 2
+                and parameter not in embeddings
+                and not _is_head(name, parameter, vocabularies)
+            )
+            label = "muon" if hidden else "adamw"
+        out.setdefault(label, []).append((name, parameter))
+    return out
+
+
+def _is_head(name: str, parameter: Tensor, vocabularies: set[int]) -> bool:
+    owner = name.split(".")[-2] if "." in name else ""
+    return owner in _HEAD_NAMES or parameter.shape[0] in vocabularies
+
+
+class _ChainedState(Mapping[Tensor, Any]):
+    """The members' states as one mapping; truthy from construction."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self._members = members
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        for member in self._members:
+            if parameter in member.state:
+                return member.state[parameter]
+        if any(parameter is p for p in self._parameters()):
+            return {}
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self._parameters()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._parameters())
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for member in self._members:
+            for group in member.param_groups:
+                yield from group["params"]
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Several optimizers over one model, as one `torch.optim.Optimizer`.
+
+    `param_groups` are the members' own dicts in member order, so that learning-rate schedulers work
+    on it; `state_dict` is torch's index-keyed form over all of them.
+
+    Args:
+        model: the model whose trainable parameters the members must claim exactly once.
+        optimizers: members by name. Any torch optimizer may be one.
+
+    Raises:
+        ValueError: listing parameters that no member, or more than one, has.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        if not optimizers:
+            raise ValueError("a chain needs at least one optimizer")
+        self._members = dict(optimizers)
+        _check_claims(model, self._members)
+        names = {p: clean_fqn(name) for name, p in model.named_parameters()}
+        self._fqns = {p: names.get(p, f"parameter {i}") for i, p in enumerate(self._claimed())}
+        super().__init__([p for p in self._claimed()], {})
+        self.state = _ChainedState(  # type: ignore[assignment]  # read-only view of the members
+            list(self._members.values())
+        )
+
+    def _claimed(self) -> Iterator[Tensor]:
+        for member in self._members.values():
+            yield from chain.from_iterable(g["params"] for g in member.param_groups)
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The members by name."""
+        return dict(self._members)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only member. Raises ValueError where there are several."""
+        if len(self._members) != 1:
+            raise ValueError(f"the chain has several members: {list(self._members)}")
+        return next(iter(self._members.values()))
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        inside = "\n".join(f"{name}: {member!r}" for name, member in self._members.items())
+        return f"{type(self).__name__}(\n{inside}\n)"
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The members' groups, in member order: their own dicts."""
+        return [group for member in self._members.values() for group in member.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        present = self.param_groups
+        if not groups and not hasattr(self, "defaults"):
+            return
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            raise TypeError("param_groups must be a list of dicts")
+        if len(groups) != len(present):
+            raise ValueError(f"expected {len(present)} parameter groups, got {len(groups)}")
+        position = 0
+        for member in self._members.values():
+            count = len(member.param_groups)
+            member.param_groups = groups[position : position + count]
+            position += count
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: add the group to a member, then call its `reset_optimizer_parameters()`."""
+        if set(param_group["params"]) <= set(self._claimed()):
+            return
+        raise ValueError(
+            "add the group to one of the members: chain.optimizers[name].add_param_group(...), "
+            "then reset_optimizer_parameters()"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all members."""
+        for member in self._members.values():
+            member.zero_grad(set_to_none=set_to_none)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Step every member; the closure runs once, first, with grad mode on."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self._members.values():
+            member.step()
+        return loss
+
+    # --------------------------------------------------------------------------------- torch's form
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's index-keyed form over all members, complete on every rank. Collective."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for member in self._members.values():
+            first = sum(len(g["params"]) for g in groups)
+            part = member.state_dict()
+            state.update({first + i: value for i, value in part["state"].items()})
+            for group in part["param_groups"]:
+                groups.append({**group, "params": [first + i for i in group["params"]]})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
+
+        Raises:
+            ValueError: when groups, names, keys or shapes do not fit.
+        """
+        names = [[self._fqns[p] for p in group["params"]] for group in self.param_groups]
+        parsed = parse_state_dict(state_dict, names)
+        first_parameter, first_group = 0, 0
+        for member in self._members.values():
+            counts = [len(g["params"]) for g in member.param_groups]
+            stop_parameter = first_parameter + sum(counts)
+            stop_group = first_group + len(counts)
+            groups, position = [], 0
+            for values, count in zip(parsed.groups[first_group:stop_group], counts, strict=True):
+                groups.append({**values, "params": list(range(position, position + count))})
+                position += count
+            state = {
+                i - first_parameter: value
+                for i, value in parsed.states.items()
+                if first_parameter <= i < stop_parameter
+            }
+            member.load_state_dict({"state": state, "param_groups": groups})
+            first_parameter, first_group = stop_parameter, stop_group
+
+    def reset_optimizer_parameters(self) -> None:
+        """Plan every distributed member again. Collective."""
+        for member in self._distributed().values():
+            member.reset_optimizer_parameters()
+
+    # ---------------------------------------------------------------------------- seam (OwnedState)
+
+    def _distributed(self) -> dict[str, DistributedOptimizer]:
+        ours = {k: m for k, m in self._members.items() if isinstance(m, DistributedOptimizer)}
+        return ours
+
+    def _all_distributed(self) -> dict[str, DistributedOptimizer]:
+        """The members, all of which must keep owned state to be saved as owned state."""
+        ours = self._distributed()
+        others = sorted(set(self._members) - set(ours))
+        if others:
+            raise TypeError(
+                f"members {others} keep ordinary state: save the members one by one, each under "
+                "a name of its own"
+            )
+        return ours
+
+    def owned_state(self) -> dict[str, OwnedTensor]:
+        """This rank's pieces of all members' state."""
+        parts = (member.owned_state() for member in self._all_distributed().values())
+        return {key: value for part in parts for key, value in part.items()}
+
+    def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
+        """Give every member its pieces."""
+        for member in self._all_distributed().values():
+            mine = member.parameter_placements()
+            member.load_owned_state(
+                {k: v for k, v in pieces.items() if k.rpartition(".")[0] in mine}
+            )
+
+    def state_table(self) -> dict[str, StateEntry]:
+        """All members' existing state."""
+        parts = (member.state_table() for member in self._all_distributed().values())
+        return {key: value for part in parts for key, value in part.items()}
+
+    def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
+        """Tell every member which state exists."""
+        for member in self._all_distributed().values():
+            mine = member.parameter_placements()
+            member.load_state_table({k: e for k, e in table.items() if e.fqn in mine})
+
+    def group_table(self) -> list[GroupRow]:
+        """All groups, named '<member>.<index>'."""
+        return [
+            replace(row, name=f"{name}.{row.name}")
+            for name, member in self._all_distributed().items()
+            for row in member.group_table()
+        ]
+
+    def load_group_table(self, rows: Sequence[GroupRow]) -> None:
+        """Give every member its groups."""
+        for name, member in self._all_distributed().items():
+            prefix = f"{name}."
+            member.load_group_table(
+                [
+                    replace(row, name=row.name.removeprefix(prefix))
+                    for row in rows
+                    if row.name.startswith(prefix)
+                ]
+            )
+
+    def parameter_placements(self) -> dict[str, ParameterPlacement]:
+        """Placement and owner of every parameter."""
+        parts = (member.parameter_placements() for member in self._all_distributed().values())
+        return {key: value for part in parts for key, value in part.items()}
+
+    def ownership(self) -> list[Ownership]:
+        """The members' owner maps."""
+        return [
+            replace(owners, member=name)
+            for name, member in self._all_distributed().items()
+            for owners in member.ownership()
+        ]
+
+
+def _check_claims(model: nn.Module, members: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Every trainable parameter must be claimed exactly once."""
+    claims: dict[Tensor, list[str]] = {}
+    for name, member in members.items():
+        for group in member.param_groups:
+            for parameter in group["params"]:
+                claims.setdefault(parameter, []).append(name)
+    names = {p: clean_fqn(n) for n, p in model.named_parameters()}
+    missing = [n for p, n in names.items() if p.requires_grad and p not in claims]
+    twice = [names.get(p, "?") for p, by in claims.items() if len(by) > 1]
+    if missing:
+        raise ValueError(f"no optimizer has these trainable parameters: {missing}")
+    if twice:
+        raise ValueError(f"more than one optimizer has these parameters: {twice}")
+
+
+def build_optimizer(
+    model: nn.Module,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    label_fn: LabelFunction | None = None,
+) -> ChainedOptimizer:
+    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
+
+    Args:
+        model: the model, already sharded. Construction is collective.
+        muon: keyword arguments of `Muon`.
+        adamw: keyword arguments of `DistributedAdamW`.
+        label_fn: overrides the default split, see `split_params`; it may return `"muon"`,
+            `"adamw"` or None.
+
+    Raises:
+        ValueError: for an unknown label, or an option or parameter that cannot work.
+    """
+    split = split_params(model, label_fn)
+    unknown = {label: parts[0][0] for label, parts in split.items()}
+    for label in ("muon", "adamw"):
+        unknown.pop(label, None)
+    if unknown:
+        raise ValueError(f"label_fn gave labels other than 'muon' and 'adamw': {unknown}")
+    members: dict[str, torch.optim.Optimizer] = {}
+    if "muon" in split:
+        members["muon"] = Muon(split["muon"], **(muon or {}))
+    if "adamw" in split:
+        members["adamw"] = DistributedAdamW(split["adamw"], **(adamw or {}))
+    return ChainedOptimizer(model, members)

@@ -1,0 +1,269 @@
+"""Process groups and packed exchanges: the only collectives of the optimizers.
+
+Every rank of a group issues the same collectives in the same order. Data travels as bytes, so that
+every dtype works on every backend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hyperopt.plan import LayoutPlan
+
+T = TypeVar("T")
+Ranks = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A buffer that a collective fills. `wait` makes it usable on the current stream."""
+
+    buffer: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The buffer, once it is complete."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank's place in a layout, with the groups that it talks through.
+
+    `coordinate` is the replica's place in its sub-group, which `peers` lists (global ranks that
+    hold the same shard). Groups are None where there is nobody to talk to.
+    """
+
+    shard: int
+    coordinate: int
+    peers: Ranks
+    shard_group: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
+
+
+def current_rank() -> int:
+    """The global rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def gather_hosts() -> list[str] | None:
+    """The host name of every rank of the world, or None without a process group. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return _gather_objects(socket.gethostname(), None)
+
+
+def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> tuple[Seat, ...]:
+    """This rank's seat in every layout. Collective over the world where groups must be made."""
+    rank = current_rank()
+    needed: list[Ranks] = []
+    placed: list[tuple[int, int, Ranks, Ranks]] = []
+    for layout in layouts:
+        seat = layout.seat(rank)
+        if seat is None:
+            raise ValueError(
+                f"rank {rank} is not part of the mesh of one of its parameters "
+                f"(ranks {list(layout.all_ranks())})"
+            )
+        replica, shard = seat
+        row, peers = layout.shard_group(replica), layout.replica_group(replica, shard)
+        placed.append((shard, replica % layout.replica_count, row, peers))
+        needed += [row, peers]
+    groups = _make_groups(needed, _mesh_groups(parameters))
+    return tuple(
+        Seat(shard, coordinate, peers, groups.get(row), groups.get(peers))
+        for shard, coordinate, row, peers in placed
+    )
+
+
+def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]:
+    """The groups that this rank's parameters' meshes have already, by their ranks."""
+    found: dict[Ranks, dist.ProcessGroup] = {}
+    meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return found
+
+
+def _make_groups(
+    needed: Sequence[Ranks], existing: dict[Ranks, dist.ProcessGroup]
+) -> dict[Ranks, dist.ProcessGroup]:
+    """A process group for each needed tuple of ranks of more than one.
+
+    A group that some member lacks is made by all ranks of the world, in sorted order, whatever
+    meshes they belong to: torch wants every rank in every `new_group` call.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    wanted = {ranks for ranks in needed if len(ranks) > 1}
+    missing = sorted(wanted - existing.keys())
+    everywhere: set[Ranks] = set().union(*_gather_objects(missing, None))
+    groups = dict(existing)
+    for ranks in sorted(everywhere):
+        made = dist.new_group(list(ranks))
+        if ranks in wanted and isinstance(made, dist.ProcessGroup):
+            groups[ranks] = made
+    return groups
+
+
+def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
+    """A group with a CPU backend over these ranks, for flags and objects: the default group where
+    it fits, else a new gloo group. Collective over the world. None for a single rank."""
+    if len(ranks) < 2:
+        return None
+    whole = dist.group.WORLD
+    if whole is not None and len(ranks) == dist.get_world_size() and "gloo" in _backend(whole):
+        return whole
+    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return made if isinstance(made, dist.ProcessGroup) else None
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    return str(dist.get_backend_config(group))
+
+
+def _gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The value of every rank of a group, in rank order."""
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The value of every rank of a control group; the value alone without one."""
+    return [value] if group is None else _gather_objects(value, group)
+
+
+# --------------------------------------------------------------------------------------- exchanges
+
+
+def exchange(
+    send: Tensor, send_elements: Sequence[int], receive_elements: Sequence[int], seat: Seat
+) -> Pending:
+    """Start an all-to-all over the shard group; part `i` of `send` goes to shard `i`.
+
+    Sizes in elements, uneven and without padding. Returns the received parts in shard order.
+    """
+    received = send.new_empty(sum(receive_elements))
+    size = send.element_size()
+    work = dist.all_to_all_single(
+        received.view(torch.uint8),
+        send.view(torch.uint8),
+        [n * size for n in receive_elements],
+        [n * size for n in send_elements],
+        group=seat.shard_group,
+        async_op=True,
+    )
+    return Pending(received, work)
+
+
+def publish(buffer: Tensor, owner: int, seat: Seat) -> Pending:
+    """Start sending an owner's packed buffer to its replicas, in place."""
+    if seat.replica_group is None or buffer.numel() == 0:
+        return Pending(buffer)
+    work = dist.broadcast(
+        buffer.view(torch.uint8), seat.peers[owner], group=seat.replica_group, async_op=True
+    )
+    return Pending(buffer, work)
+
+
+# --------------------------------------------------------------------------------------- preflight
+
+_PRESENT, _ABSENT, _UNKNOWN = 1, 2, 3
+
+
+class PreflightError(RuntimeError):
+    """The ranks disagree, or one of them cannot step. Raised on all of them, before data moves."""
+
+
+def presence(gradient: Tensor | None, local: Tensor) -> int:
+    """What a rank knows of a gradient: a rank without elements takes its peers' answer."""
+    if gradient is not None:
+        return _PRESENT
+    return _ABSENT if local.numel() else _UNKNOWN
+
+
+def agree_on_presence(
+    answers: Sequence[int],
+    names: Sequence[str],
+    digest: bytes,
+    problem: str | None,
+    group: dist.ProcessGroup | None,
+) -> list[bool]:
+    """Which parameters step, the same on every rank of a control group.
+
+    One all-reduce of fixed size carries a status, the digest of the plan and a hash of the answers,
+    so that ranks with different plans cannot meet in collectives of different sizes. Only where
+    hashes differ or a rank does not know, the answers themselves follow. Raises PreflightError on
+    every rank where one has a problem, plans differ, or answers are mixed.
+    """
+    if group is None:
+        if problem:
+            raise PreflightError(problem)
+        return [answer == _PRESENT for answer in answers]
+    unknown = _UNKNOWN in answers
+    code = int.from_bytes(hashlib.blake2b(bytes(answers), digest_size=7).digest(), "big")
+    plan = int.from_bytes(digest[:7], "big")
+    lowest = torch.iinfo(torch.int64).min
+    known = (lowest, lowest) if unknown else (code, -code)
+    flags = torch.tensor([problem is not None, unknown, plan, -plan, *known], dtype=torch.int64)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    failed, any_unknown, plan_max, plan_min, code_max, code_min = flags.tolist()
+    if failed or plan_max != -plan_min:
+        _raise_problem(problem, digest, group)
+    if not any_unknown and code_max == -code_min:
+        return [answer == _PRESENT for answer in answers]
+    return _agree_in_detail(answers, names, group)
+
+
+def _agree_in_detail(
+    answers: Sequence[int], names: Sequence[str], group: dist.ProcessGroup
+) -> list[bool]:
+    """Exchange all answers; empty shards take their peers'."""
+    votes = torch.tensor([[a == _PRESENT, a == _ABSENT] for a in answers], dtype=torch.uint8)
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+    mixed = [i for i, (yes, no) in enumerate(votes.tolist()) if yes and no]
+    if mixed:
+        everyone = _gather_objects([answers[i] for i in mixed], group)
+        ranks = dist.get_process_group_ranks(group)
+        lines = [
+            f"{names[i]} (none on ranks "
+            f"{[ranks[k] for k, theirs in enumerate(everyone) if theirs[at] == _ABSENT]})"
+            for at, i in enumerate(mixed[:10])
+        ]
+        raise PreflightError(
+            "a gradient exists on some ranks only, nothing was changed: "
+            + "; ".join(lines)
+            + (f"; and {len(mixed) - 10} more" if len(mixed) > 10 else "")
+            + ". Every rank must run backward through the same parameters"
+        )
+    return [bool(yes) for yes, _ in votes.tolist()]
+
+
+def _raise_problem(problem: str | None, digest: bytes, group: dist.ProcessGroup) -> None:
+    """Tell every rank what is wrong, and where."""
+    everyone = _gather_objects((problem, digest), group)
+    ranks = dist.get_process_group_ranks(group)
+    problems = [f"rank {r}: {p}" for r, (p, _) in zip(ranks, everyone, strict=True) if p]
+    if problems:
+        raise PreflightError("the step was refused, nothing was changed: " + "; ".join(problems))
+    others = [r for r, (_, d) in zip(ranks, everyone, strict=True) if d != everyone[0][1]]
+    raise PreflightError(
+        f"the plans of ranks {others} differ from rank {ranks[0]}'s: every rank must give the same "
+        "parameters, groups and options in the same order (after a change of groups call "
+        "reset_optimizer_parameters() on every rank)"
+    )

@@ -1,0 +1,593 @@
+"""DistributedOptimizer: a torch.optim.Optimizer made of a plan, an executor and owned state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hyperopt import comm
+from hyperopt.executor import Executor, StepInput
+from hyperopt.hyperparameters import from_json, to_json
+from hyperopt.layout import Layout, layout_of, local_tensor
+from hyperopt.ownership import (
+    GroupRow,
+    MeshSpec,
+    OwnedTensor,
+    Ownership,
+    ParameterPlacement,
+    StateEntry,
+    held_boxes,
+)
+from hyperopt.plan import (
+    LayoutPlan,
+    ParameterSpec,
+    PlanConfig,
+    ReplicaCount,
+    StepPlan,
+    build_plan,
+    resolve_replica_count,
+)
+from hyperopt.rules import UpdateRule
+from hyperopt.state import (
+    STEP,
+    States,
+    StateStore,
+    StateView,
+    from_pieces,
+    gather_states,
+    local_part,
+    parse_state_dict,
+    state_shape,
+    to_pieces,
+    wrap_states,
+)
+
+logger = logging.getLogger(__name__)
+
+_NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def clean_fqn(name: str) -> str:
+    """A parameter name without the prefixes of torch.compile, activation checkpointing and DDP."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Domain:
+    """Ranks that step together: one mesh's ranks, and the parameters that live on them."""
+
+    group: dist.ProcessGroup | None
+    members: tuple[int, ...]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state and work live on owner replicas.
+
+    A step: preflight (one small all-reduce: who has gradients, same plan, no problem), then the
+    executor's stages. See `hyperopt.executor` for the phases of communication.
+
+    Subclasses give a rule, defaults, and `validate_group`. Parameters may be plain tensors or
+    DTensors on any mesh; frozen ones have owners too. Construction is collective: every rank gives
+    the same parameters in the same order.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs, or groups of either. Names are needed for
+            checkpoints.
+        defaults: hyperparameters of groups that do not set them.
+        rule: what happens to tensors.
+        hsdp_replica_count: replicas that share one copy of the state; see
+            `hyperopt.plan.resolve_replica_count`.
+        replicate_group: the group over which plain tensors are replicated (DDP).
+        plan: limits of the plan.
+
+    Raises:
+        ValueError: for an option, a parameter or a layout that cannot work, naming it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        rule: UpdateRule,
+        *,
+        hsdp_replica_count: ReplicaCount = "auto",
+        replicate_group: dist.ProcessGroup | None = None,
+        plan: PlanConfig | None = None,
+    ) -> None:
+        self._rule = rule
+        self._replica_count = hsdp_replica_count
+        self._replicate_group = replicate_group
+        self._plan_config = plan or PlanConfig()
+        self._store = StateStore()
+        self._executor: Executor | None = None
+        super().__init__(params, defaults)
+        self._prepare()
+
+    # ------------------------------------------------------------------------- groups and the plan
+
+    def validate_group(self, group: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Raise ValueError for options or parameters of a group that cannot work. `names` are the
+        parameters' names, for the message."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. After construction, call `reset_optimizer_parameters()` on every rank."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if not self._rule.step_per_parameter:
+            group.setdefault("step", 0)
+        self._executor = None
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        names = self._group_names(group)
+        for name, parameter in zip(names, group["params"], strict=True):
+            if parameter.is_complex():
+                raise ValueError(f"{name} is complex; only real parameters are supported")
+            if parameter.is_sparse:
+                raise ValueError(f"{name} is sparse; only dense parameters are supported")
+        self.validate_group(group, names)
+
+    def reset_optimizer_parameters(self) -> None:
+        """Plan again after a change of groups. Collective. Momentum is kept: state moves to its new
+        owner."""
+        old = self._plan_owner
+        states: States = {}
+        if old is not None:
+            known = list(self._planned_parameters)
+            states = gather_states(old.plan, old.seats, self._store, known)
+        positions = {p: i for i, p in enumerate(self._parameters())}
+        moved = {positions[self._planned_parameters[i]]: s for i, s in states.items()}
+        entries = {
+            positions[self._planned_parameters[i]]: e for i, e in self._store.entries.items()
+        }
+        self._prepare()
+        self._store.clear()
+        self._store.entries.update(entries)
+        for index, state in moved.items():
+            if self._owns(index):
+                self._store.owned[index] = {k: v.clone() for k, v in state.items()}
+
+    def _prepare(self) -> None:
+        """Build the plan, take seats, and find who must agree before a step. Collective."""
+        parameters = self._parameters()
+        hosts = comm.gather_hosts()
+        layouts: list[Layout] = []
+        for parameter in parameters:
+            layout = layout_of(parameter, self._replicate_group)
+            if layout not in layouts:
+                layouts.append(layout)
+        plans = [self._plan_layout(layout, hosts) for layout in layouts]
+        specs = self._specs(parameters, layouts)
+        plan = build_plan(specs, plans, self._plan_config, whole_matrices=self._rule.whole_matrices)
+        seats = comm.take_seats(plan.layouts, parameters)
+        self._executor = Executor(plan, self._rule, seats)
+        self._plan_owner: Executor | None = self._executor
+        self._planned_parameters = parameters
+        self._domains = self._find_domains(plan)
+        self._digest = plan.digest()
+        self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
+            parameters, self._rule.state_keys, self._store
+        )
+        self._check_shapes()
+        if comm.current_rank() == 0:
+            logger.info("%s: %s", type(self).__name__, plan.summary())
+
+    def _plan_layout(self, layout: Layout, hosts: Sequence[str] | None) -> LayoutPlan:
+        ranks = layout.rank_table()
+        known = hosts if layout.mesh is not None else None
+        return LayoutPlan(layout, ranks, resolve_replica_count(self._replica_count, ranks, known))
+
+    def _specs(
+        self, parameters: Sequence[Tensor], layouts: Sequence[Layout]
+    ) -> list[ParameterSpec]:
+        groups = [i for i, g in enumerate(self.param_groups) for _ in g["params"]]
+        specs = []
+        for name, parameter, group in zip(self._names(), parameters, groups, strict=True):
+            hyper = self.param_groups[group]
+            wire = self._rule.wire_dtype(parameter, hyper)
+            shape = tuple(parameter.shape)
+            specs.append(
+                ParameterSpec(
+                    fqn=name,
+                    shape=shape,
+                    layout=layouts.index(layout_of(parameter, self._replicate_group)),
+                    group=group,
+                    cost=self._rule.cost(shape, parameter.element_size(), hyper),
+                    wire=str(wire).removeprefix("torch."),
+                    wire_itemsize=wire.itemsize,
+                )
+            )
+        return specs
+
+    def _check_shapes(self) -> None:
+        """Each rank's real shards must be those that the plan computes for it."""
+        executor = self._ready()
+        for slot, parameter in zip(executor.plan.slots, self._planned_parameters, strict=True):
+            spec = executor.plan.parameters[slot.parameter]
+            shard = executor.seats[spec.layout].shard
+            with torch.no_grad():
+                found = local_tensor(parameter).numel()
+            if found != slot.elements[shard]:
+                raise ValueError(
+                    f"{spec.fqn}: this rank holds {found} elements, its placement means "
+                    f"{slot.elements[shard]}"
+                )
+
+    def _find_domains(self, plan: StepPlan) -> list[_Domain]:
+        """The sets of ranks that must agree, each with its parameters; one control group each."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for index, spec in enumerate(plan.parameters):
+            layout = plan.layouts[spec.layout]
+            ranks = layout.all_ranks() if layout.layout.mesh is not None else ()
+            members.setdefault(ranks, []).append(index)
+        domains = [
+            _Domain(comm.control_group(ranks), tuple(indices))
+            for ranks, indices in sorted(members.items())
+        ]
+        digest = plan.digest()
+        for domain in domains:
+            if len(set(comm.gather_objects(digest, domain.group))) > 1:
+                raise ValueError(
+                    "ranks of one mesh were given different parameters, groups or options; "
+                    f"rank {comm.current_rank()} has {len(plan.parameters)} parameters"
+                )
+        return domains
+
+    def _ready(self) -> Executor:
+        if self._executor is None:
+            raise RuntimeError(
+                "parameter groups changed: call reset_optimizer_parameters() on every rank"
+            )
+        return self._executor
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _names(self) -> list[str]:
+        return [name for group in self.param_groups for name in self._group_names(group)]
+
+    def _group_names(self, group: Mapping[str, Any]) -> list[str]:
+        """Clean FQNs; numbers within the group where no names were given."""
+        names = group.get("param_names")
+        if names is None:
+            return [f"parameter {i}" for i in range(len(group["params"]))]
+        return [clean_fqn(name) for name in names]
+
+    def _owns(self, index: int) -> bool:
+        executor = self._ready()
+        slot = executor.plan.slots[index]
+        layout = executor.plan.parameters[index].layout
+        return slot.owner == executor.seats[layout].coordinate
+
+    # ---------------------------------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """One step. Collective; every rank must call it.
+
+        Args:
+            closure: evaluated first, with grad mode on; its value is returned.
+
+        Raises:
+            PreflightError: on every rank, before anything changes, where one rank has a gradient
+                that another lacks, a sparse gradient, or another plan.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        executor = self._ready()
+        active = self._preflight()
+        gradients = self._active_gradients(active)
+        self._create_states(gradients)
+        for group in self.param_groups:
+            if not self._rule.step_per_parameter:
+                group["step"] += 1
+        executor.step(
+            StepInput(
+                [local_tensor(p) for p in self._planned_parameters],
+                gradients,
+                self._store.owned,
+                self.param_groups,
+            )
+        )
+        return loss
+
+    def _preflight(self) -> list[bool]:
+        parameters, names = self._planned_parameters, self._names()
+        problem = self._find_problem(parameters, names)
+        active = [False] * len(parameters)
+        for domain in self._domains:
+            answers = [
+                comm.presence(parameters[i].grad, local_tensor(parameters[i]))
+                for i in domain.members
+            ]
+            agreed = comm.agree_on_presence(
+                answers, [names[i] for i in domain.members], self._digest, problem, domain.group
+            )
+            for i, steps in zip(domain.members, agreed, strict=True):
+                active[i] = steps
+        return active
+
+    def _find_problem(self, parameters: Sequence[Tensor], names: Sequence[str]) -> str | None:
+        """What keeps this rank from stepping, in words, or None."""
+        for name, parameter in zip(names, parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                return f"{name} has a sparse gradient ({gradient.layout}); use dense gradients"
+            if isinstance(gradient, DTensor) != isinstance(parameter, DTensor) or (
+                isinstance(gradient, DTensor)
+                and isinstance(parameter, DTensor)
+                and gradient.placements != parameter.placements
+            ):
+                return f"{name} has a gradient that is placed differently from the parameter"
+        return None
+
+    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
+        """Local gradients of the parameters that step; an empty shard without one gets an empty
+        one."""
+        gradients: dict[int, Tensor] = {}
+        for index, parameter in enumerate(self._planned_parameters):
+            if active[index]:
+                gradient = parameter.grad
+                local = local_tensor(parameter)
+                gradients[index] = (
+                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
+                )
+        return gradients
+
+    def _create_states(self, gradients: Mapping[int, Tensor]) -> None:
+        """State of parameters that step for the first time: on owners; noted on every rank."""
+        for index, gradient in gradients.items():
+            if index in self._store.entries:
+                continue
+            with torch.device("meta"):
+                shapes = self._rule.new_state(
+                    torch.empty(0, dtype=self._planned_parameters[index].dtype),
+                    torch.empty(0, dtype=gradient.dtype),
+                )
+            self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
+            if self._owns(index):
+                local = local_tensor(self._planned_parameters[index])
+                self._store.owned[index] = self._rule.new_state(local, gradient)
+
+    # --------------------------------------------------------------------------------- torch's form
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's index-keyed form, complete on every rank. Collective.
+
+        Tensors of sharded parameters are DTensors like them. State that does not exist is absent.
+        """
+        executor = self._ready()
+        with torch.no_grad():
+            states = gather_states(
+                executor.plan, executor.seats, self._store, self._planned_parameters
+            )
+            state = wrap_states(states, self._planned_parameters)
+        groups, first = [], 0
+        for group in self.param_groups:
+            packed = {k: v for k, v in group.items() if k != "params"}
+            packed["params"] = list(range(first, first + len(group["params"])))
+            first += len(group["params"])
+            groups.append(packed)
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
+
+        Values may be DTensors, global tensors or this rank's local ones; only owned pieces are
+        kept, in their own dtypes. Parameters, and state of other parameters, stay as they are.
+
+        Raises:
+            ValueError: before anything changes, when groups, names, keys or shapes do not fit.
+        """
+        executor = self._ready()
+        names = self._names()
+        parsed = parse_state_dict(state_dict, [self._group_names(g) for g in self.param_groups])
+        states: States = {}
+        for index, state in sorted(parsed.states.items()):
+            self._check_keys(names[index], state)
+            spec = executor.plan.parameters[index]
+            layout = executor.plan.layouts[spec.layout].layout
+            boxes = layout.shard_boxes(spec.shape)[executor.seats[spec.layout].shard]
+            parameter = self._planned_parameters[index]
+            states[index] = {
+                key: local_part(state[key], parameter, boxes, f"{names[index]}.{key}")
+                for key in self._rule.state_keys
+            }
+        merged = self._merge_groups(parsed.groups)
+        for group, values in zip(self.param_groups, merged, strict=True):
+            group.update(values)
+        self._store.clear()
+        for index, local in states.items():
+            self._store.entries[index] = {key: t.dtype for key, t in local.items()}
+            if self._owns(index):
+                self._store.owned[index] = local
+
+    def _check_keys(self, name: str, state: Mapping[str, Any]) -> None:
+        missing = [key for key in self._rule.state_keys if key not in state]
+        unknown = [key for key in state if key not in self._rule.state_keys]
+        if missing or unknown:
+            raise ValueError(
+                f"state of {name}: missing {missing}, unknown {unknown}; "
+                f"{type(self).__name__} has {list(self._rule.state_keys)}"
+            )
+
+    def _merge_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Saved hyperparameters over the present ones, checked, with steps that all ranks share."""
+        merged = []
+        steps = self._agree_on_steps([g.get("step") for g in saved])
+        for group, values, step in zip(self.param_groups, saved, steps, strict=True):
+            candidate = {**group, **values}
+            if not self._rule.step_per_parameter:
+                candidate["step"] = int(group["step"] if step is None else step)
+            self.validate_group(candidate, self._group_names(group))
+            merged.append({k: v for k, v in candidate.items() if k != "params"})
+        return merged
+
+    def _agree_on_steps(self, steps: Sequence[Any]) -> list[Any]:
+        """Ranks that know no step take the others'. Raises ValueError where ranks disagree."""
+        known = [None if step is None else int(step) for step in steps]
+        for domain in self._domains:
+            everyone = comm.gather_objects(known, domain.group)
+            for number in range(len(known)):
+                values = {row[number] for row in everyone} - {None}
+                if len(values) > 1:
+                    listed = {rank: row[number] for rank, row in enumerate(everyone)}
+                    raise ValueError(f"group {number}: ranks disagree on the step: {listed}")
+                known[number] = next(iter(values), None)
+        return known
+
+    # ---------------------------------------------------------------------------- seam (OwnedState)
+
+    def owned_state(self) -> dict[str, OwnedTensor]:
+        """This rank's pieces of every existing state tensor; live tensors, no collective."""
+        placements = self.parameter_placements()
+        names, rank, world = self._names(), comm.current_rank(), _world_size()
+        out: dict[str, OwnedTensor] = {}
+        for index, state in sorted(self._store.owned.items()):
+            placement = placements[names[index]]
+            for key, local in state.items():
+                shape = state_shape(key, placement.shape)
+                boxes = held_boxes(placement, shape, rank, world)
+                out[f"{names[index]}.{key}"] = to_pieces(local, shape, boxes)
+        return out
+
+    @torch.no_grad()
+    def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
+        """Replace this rank's owned state. No collective; nothing else changes.
+
+        Raises:
+            ValueError: naming the parameter and key, when a piece does not fit.
+        """
+        names = self._names()
+        split = {name: i for i, name in enumerate(names)}
+        placements = self.parameter_placements()
+        rank, world = comm.current_rank(), _world_size()
+        states: States = {}
+        for full_key, owned in pieces.items():
+            name, _, key = full_key.rpartition(".")
+            if name not in split or key not in self._rule.state_keys:
+                raise ValueError(f"{full_key!r} is not a state of this optimizer")
+            boxes = held_boxes(placements[name], owned.global_shape, rank, world)
+            local = local_tensor(self._planned_parameters[split[name]])
+            try:
+                tensor = from_pieces(owned, boxes, state_shape(key, local.shape), local.device)
+            except ValueError as error:
+                raise ValueError(f"{full_key}: {error}") from error
+            if self._owns(split[name]):
+                states.setdefault(split[name], {})[key] = tensor
+        for index, state in states.items():
+            self._check_keys(names[index], state)
+        self._store.owned.clear()
+        self._store.owned.update(states)
+
+    def state_table(self) -> dict[str, StateEntry]:
+        """Every state tensor that exists on its owners; the same on all ranks of a mesh."""
+        names = self._names()
+        return {
+            f"{names[index]}.{key}": StateEntry(
+                names[index],
+                key,
+                state_shape(key, self._planned_parameters[index].shape),
+                str(dtype).removeprefix("torch."),
+            )
+            for index, entry in sorted(self._store.entries.items())
+            for key, dtype in entry.items()
+        }
+
+    def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
+        """Note which state exists, after `load_owned_state`."""
+        indices = {name: i for i, name in enumerate(self._names())}
+        self._store.entries.clear()
+        for entry in table.values():
+            known = self._store.entries.setdefault(indices[entry.fqn], {})
+            known[entry.key] = getattr(torch, entry.dtype)
+
+    def group_table(self) -> list[GroupRow]:
+        """The parameter groups with JSON hyperparameters."""
+        return [
+            GroupRow(
+                str(number),
+                tuple(self._group_names(group)),
+                {k: to_json(v) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
+                None if self._rule.step_per_parameter else int(group["step"]),
+            )
+            for number, group in enumerate(self.param_groups)
+        ]
+
+    def load_group_table(self, rows: Sequence[GroupRow]) -> None:
+        """Take hyperparameters and steps from rows with the same names and parameters.
+
+        Raises:
+            ValueError: before anything changes, when groups do not fit.
+        """
+        ours = self.group_table()
+        found = {row.name: row for row in rows}
+        for row in ours:
+            other = found.get(row.name)
+            if other is None or set(other.fqns) != set(row.fqns):
+                strange = sorted(set(row.fqns) ^ set(other.fqns if other else ()))
+                raise ValueError(f"group {row.name!r} differs in parameters: {strange[:10]}")
+        saved = []
+        for row, group in zip(ours, self.param_groups, strict=True):
+            other = found[row.name]
+            values = {k: from_json(v, group.get(k)) for k, v in other.hyperparameters.items()}
+            saved.append({**values, "step": other.step})
+        for group, values in zip(self.param_groups, saved, strict=True):
+            step = values.pop("step")
+            self.validate_group({**group, **values}, self._group_names(group))
+            group.update(values)
+            if step is not None and not self._rule.step_per_parameter:
+                group["step"] = int(step)
+
+    def parameter_placements(self) -> dict[str, ParameterPlacement]:
+        """Placement and owner per parameter FQN; the same on all ranks.
+
+        Raises:
+            ValueError: when the parameters were given without names.
+        """
+        if any("param_names" not in group for group in self.param_groups):
+            raise ValueError(
+                "checkpoints need parameter names: give the optimizer (name, parameter) pairs, "
+                "such as model.named_parameters()"
+            )
+        plan = self._ready().plan
+        slots = plan.ownership().slots
+        return {
+            spec.fqn: _placement(plan.layouts[spec.layout], spec.shape, slots[index : index + 1])
+            for index, spec in enumerate(plan.parameters)
+        }
+
+    def ownership(self) -> list[Ownership]:
+        """The owner map, with its imbalance."""
+        return [self._ready().plan.ownership()]
+
+
+def _placement(
+    plan: LayoutPlan, shape: tuple[int, ...], slots: tuple[Any, ...]
+) -> ParameterPlacement:
+    mesh: MeshSpec | None = plan.layout.mesh
+    return ParameterPlacement(shape, mesh, plan.layout.placements, slots, plan.replica_count)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

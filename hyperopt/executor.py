@@ -1,0 +1,268 @@
+"""Walks a plan with a rule, overlapping communication with computation.
+
+A unit goes through up to four stages. Stage n of one unit runs beside the wire time of stage n of
+the unit before it:
+
+* *start*    owner replicas: advance state, pack the payload, send it to the compute shards
+* *compute*  compute shards: assemble matrices, transform them, send the parts back
+* *publish*  every rank: send what it owns to its replicas, one packed buffer an owner
+* *apply*    every rank: bring all payloads into the parameters
+
+The payload of one owner is one buffer from the first stage to the last: it is packed by compute
+shard, comes back in the same order, and travels on to the replicas as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hyperopt.comm import Pending, Seat, exchange, publish
+from hyperopt.ownership import Box
+from hyperopt.plan import Slot, StepPlan, Unit
+from hyperopt.rules import Batch, Hyperparameters, UpdateRule
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step's tensors on this rank, all by parameter index: local parameters, local gradients
+    of those that step, states that this rank owns; and hyperparameters by group index."""
+
+    parameters: Sequence[Tensor]
+    gradients: Mapping[int, Tensor]
+    states: Mapping[int, Mapping[str, Tensor]]
+    hyperparameters: Sequence[Hyperparameters]
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Runs steps of one plan from this rank's seats (one per layout)."""
+
+    plan: StepPlan
+    rule: UpdateRule
+    seats: tuple[Seat, ...]
+
+    def owned_slots(self) -> list[Slot]:
+        """The slots whose state lives on this rank."""
+        return [
+            slot
+            for slot in self.plan.slots
+            if slot.owner == self.seats[self.plan.parameters[slot.parameter].layout].coordinate
+        ]
+
+    def step(self, tensors: StepInput) -> None:
+        """Update the parameters that have a gradient. All ranks give the same set."""
+        runs = [
+            _UnitRun(self.plan, self.rule, unit, self.seats[unit.layout], tensors)
+            for unit in self.plan.units
+        ]
+        pipeline([run.stages() for run in runs if run.is_needed()])
+
+
+def pipeline(stages: Sequence[Sequence[Callable[[], None]]]) -> None:
+    """Run the stages of every unit, unit k one tick behind unit k - 1.
+
+    Within a tick the youngest unit goes first, so that its communication starts before older units
+    wait for theirs. The order depends on the plan alone, hence it is the same on all ranks.
+    """
+    depth = max((len(unit) for unit in stages), default=0)
+    for tick in range(len(stages) + depth - 1):
+        for k in range(min(tick, len(stages) - 1), -1, -1):
+            if tick - k < len(stages[k]):
+                stages[k][tick - k]()
+
+
+@dataclass(slots=True)
+class _UnitRun:
+    """One unit in one step."""
+
+    plan: StepPlan
+    rule: UpdateRule
+    unit: Unit
+    seat: Seat
+    tensors: StepInput
+    payload: Tensor | None = None
+    gathering: Pending | None = None
+    returning: Pending | None = None
+    arriving: list[Pending] = field(default_factory=list)
+
+    # ------------------------------------------------------------------------------------- stages
+
+    def stages(self) -> list[Callable[[], None]]:
+        """The stages of this unit, the same list on every rank of its mesh."""
+        if self.rule.whole_matrices:
+            return [self.start, self.compute, self.publish, self.apply]
+        return [self.start, self.publish, self.apply]
+
+    def is_needed(self) -> bool:
+        """Whether any of its parameters steps."""
+        return any(self.active(owner) for owner in range(len(self.unit.owned)))
+
+    def start(self) -> None:
+        """Advance the owned state and send payloads to their compute shards."""
+        mine = self.active(self.seat.coordinate)
+        if self.rule.whole_matrices or self.seat.replica_group is not None:
+            self.payload = self.empty(mine)
+        for batch, views in self.batches(mine, self.payload, owned=True):
+            self.rule.prepare(batch, views)
+        gathered = [s for s in mine if s.compute is not None]
+        if gathered and self.payload is not None:
+            send, receive = self.splits(gathered)
+            self.gathering = exchange(self.payload[: sum(send)], send, receive, self.seat)
+
+    def compute(self) -> None:
+        """Transform whole matrices: gathered ones for this shard, and those it holds anyway."""
+        mine = self.active(self.seat.coordinate)
+        at_home = [s for s in mine if s.compute is None]
+        gathered = [s for s in mine if s.compute is not None]
+        assert self.payload is not None
+        tail = self.payload[sum(s.elements[self.seat.shard] for s in gathered) :]
+        self.transform(at_home, self.local_matrices(at_home, tail))
+        if self.gathering is None:
+            return
+        received = self.gathering.wait()
+        here = [s for s in gathered if s.compute == self.seat.shard]
+        matrices = self.assemble(here, received)
+        self.transform(here, matrices)
+        self.scatter_into(here, matrices, received)
+        send, receive = self.splits(gathered)
+        self.returning = exchange(received, receive, send, self.seat)
+
+    def publish(self) -> None:
+        """Send what this rank owns to its replicas, and receive what they own."""
+        if self.returning is not None and self.payload is not None:
+            returned = self.returning.wait()
+            if returned.numel() == self.payload.numel():
+                self.payload = returned
+            else:
+                self.payload[: returned.numel()] = returned
+        if self.seat.replica_group is None:
+            return
+        for owner in range(len(self.unit.owned)):
+            own = owner == self.seat.coordinate
+            buffer = self.payload if own else self.empty(self.active(owner))
+            assert buffer is not None
+            self.arriving.append(publish(buffer, owner, self.seat))
+
+    def apply(self) -> None:
+        """Bring every owner's payload into the parameters."""
+        if not self.arriving and self.payload is not None:
+            self.arriving.append(Pending(self.payload))
+        owners = [self.seat.coordinate] if len(self.arriving) == 1 else range(len(self.arriving))
+        for owner, pending in zip(owners, self.arriving, strict=True):
+            buffer = pending.wait()
+            own = owner == self.seat.coordinate
+            for batch, views in self.batches(self.active(owner), buffer, owned=False):
+                self.rule.finish(batch, views or (), owner=own)
+        self.payload, self.arriving = None, []
+
+    # ------------------------------------------------------------------------------------ packing
+
+    def active(self, owner: int) -> list[Slot]:
+        """The slots of an owner that step."""
+        return [s for s in self.unit.owned[owner] if s.parameter in self.tensors.gradients]
+
+    def empty(self, slots: Sequence[Slot]) -> Tensor:
+        """A packed buffer for this shard's part of some slots."""
+        count = sum(s.elements[self.seat.shard] for s in slots)
+        first = self.unit_parameter()
+        return torch.empty(count, dtype=getattr(torch, self.unit.wire), device=first.device)
+
+    def unit_parameter(self) -> Tensor:
+        """Any parameter of the unit, for its device."""
+        index = next(slot.parameter for part in self.unit.owned for slot in part)
+        return self.tensors.parameters[index]
+
+    def splits(self, gathered: Sequence[Slot]) -> tuple[list[int], list[int]]:
+        """Elements that this shard sends to, and receives from, every shard."""
+        shards, me = range(len(gathered[0].elements)), self.seat.shard
+        send = [sum(s.elements[me] for s in gathered if s.compute == to) for to in shards]
+        here = [s for s in gathered if s.compute == me]
+        return send, [sum(s.elements[source] for s in here) for source in shards]
+
+    def batches(
+        self, slots: Sequence[Slot], buffer: Tensor | None, *, owned: bool
+    ) -> Iterator[tuple[Batch, list[Tensor] | None]]:
+        """Slots by parameter group, with their views of a packed buffer."""
+        views = self.views(slots, buffer) if buffer is not None else None
+        groups: dict[int, list[int]] = {}
+        for i, slot in enumerate(slots):
+            groups.setdefault(self.plan.parameters[slot.parameter].group, []).append(i)
+        for group, members in groups.items():
+            indices = [slots[i].parameter for i in members]
+            batch = Batch(
+                self.tensors.hyperparameters[group],
+                [self.plan.parameters[i].shape for i in indices],
+                [self.tensors.parameters[i] for i in indices],
+                [self.tensors.gradients[i] for i in indices] if owned else (),
+                [self.tensors.states[i] for i in indices] if owned else (),
+            )
+            yield batch, [views[i] for i in members] if views is not None else None
+
+    def views(self, slots: Sequence[Slot], buffer: Tensor) -> list[Tensor]:
+        """A packed buffer as tensors shaped like the local shards."""
+        parts = torch.split(buffer, [s.elements[self.seat.shard] for s in slots])
+        return [
+            part.view(self.tensors.parameters[slot.parameter].shape)
+            for slot, part in zip(slots, parts, strict=True)
+        ]
+
+    # ----------------------------------------------------------------------------------- matrices
+
+    def transform(self, slots: Sequence[Slot], matrices: Sequence[Tensor]) -> None:
+        """Run the rule on whole matrices, in place, by parameter group."""
+        groups: dict[int, list[Tensor]] = {}
+        for slot, matrix in zip(slots, matrices, strict=True):
+            groups.setdefault(self.plan.parameters[slot.parameter].group, []).append(matrix)
+        for group, members in groups.items():
+            self.rule.transform(members, members, self.tensors.hyperparameters[group])
+
+    def local_matrices(self, slots: Sequence[Slot], buffer: Tensor) -> list[Tensor]:
+        """The parts of a packed buffer that are whole matrices as they lie, without empty ones."""
+        return [view for view in self.views(slots, buffer) if view.numel()]
+
+    def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
+        """Whole matrices from the shards' parts."""
+        matrices = [received.new_empty(self.plan.parameters[s.parameter].shape) for s in slots]
+        targets, sources = self.parts(slots, matrices, received)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return matrices
+
+    def scatter_into(
+        self, slots: Sequence[Slot], matrices: Sequence[Tensor], buffer: Tensor
+    ) -> None:
+        """The inverse of `assemble`: the shards' parts, where they came from."""
+        sources, targets = self.parts(slots, matrices, buffer)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def parts(
+        self, slots: Sequence[Slot], matrices: Sequence[Tensor], buffer: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the matrices, and of the buffer, box by box: source shard first, then slot."""
+        layout = self.plan.layouts[self.unit.layout].layout
+        boxes = [layout.shard_boxes(self.plan.parameters[s.parameter].shape) for s in slots]
+        shards = range(len(slots[0].elements)) if slots else range(0)
+        order = [
+            (matrix, box)
+            for shard in shards
+            for matrix, parts in zip(matrices, boxes, strict=True)
+            for box in parts[shard]
+        ]
+        inside = [_narrow(matrix, box) for matrix, box in order]
+        stops = list(accumulate(box.elements for _, box in order))
+        packed = [
+            buffer[stop - box.elements : stop].view(box.sizes)
+            for stop, (_, box) in zip(stops, order, strict=True)
+        ]
+        return inside, packed
+
+
+def _narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The view of a box."""
+    return tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]

@@ -1,0 +1,318 @@
+"""The plan of a step: who owns what, who computes what, and what travels together. Pure data.
+
+Built once from shapes, placements, mesh sizes and hosts, identical on every rank of a mesh, and
+compared by digest. Nothing here touches a tensor or a process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from hyperopt.layout import Layout, holds_whole_matrices
+from hyperopt.ownership import OwnedSlot, Ownership, assign_owners
+
+ReplicaCount = int | Literal["auto"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """Limits of a plan.
+
+    `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
+    """
+
+    unit_bytes: int = 512 * 2**20
+
+    def __post_init__(self) -> None:
+        if isinstance(self.unit_bytes, bool) or self.unit_bytes < 1:
+            raise ValueError(f"PlanConfig.unit_bytes must be positive, got {self.unit_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What planning knows of one parameter. `layout` and `group` are indices; `cost` is in flops
+    (matrix rules) or bytes (element-wise rules); `wire` names the dtype that travels."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    layout: int
+    group: int
+    cost: float
+    wire: str
+    wire_itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """A layout and its replica sub-groups. `ranks[replica][shard]` are global ranks; consecutive
+    `replica_count` replicas form a sub-group that holds one full copy of the state."""
+
+    layout: Layout
+    ranks: tuple[tuple[int, ...], ...]
+    replica_count: int
+
+    def __post_init__(self) -> None:
+        for row in (*self.ranks, *zip(*self.ranks, strict=True)):
+            if list(row) != sorted(row):
+                raise ValueError(
+                    f"ranks must ascend along every mesh dim, found {list(row)}: build the mesh "
+                    "with init_device_mesh or order its ranks"
+                )
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the parameter."""
+        return len(self.ranks)
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of one replica."""
+        return len(self.ranks[0])
+
+    def seat(self, rank: int) -> tuple[int, int] | None:
+        """`(replica, shard)` of a global rank, or None if it is not part of the layout."""
+        if self.layout.mesh is None:
+            return 0, 0
+        for replica, row in enumerate(self.ranks):
+            if rank in row:
+                return replica, row.index(rank)
+        return None
+
+    def shard_group(self, replica: int) -> tuple[int, ...]:
+        """Global ranks of one replica, by shard."""
+        return self.ranks[replica]
+
+    def replica_group(self, replica: int, shard: int) -> tuple[int, ...]:
+        """Global ranks of the replica's sub-group that hold this shard, by replica coordinate."""
+        first = replica - replica % self.replica_count
+        return tuple(self.ranks[first + i][shard] for i in range(self.replica_count))
+
+    def all_ranks(self) -> tuple[int, ...]:
+        """All global ranks, ascending."""
+        return tuple(sorted(rank for row in self.ranks for rank in row))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter inside a unit: its owner replica, the shard that orthogonalizes it (None where
+    every shard works on what it holds), and the elements that each shard holds."""
+
+    parameter: int
+    owner: int
+    compute: int | None
+    elements: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Slots whose communication goes together. `owned[o]` are those of owner `o`, gathered ones
+    first and by compute shard: the order in which they lie in every packed buffer."""
+
+    layout: int
+    wire: str
+    owned: tuple[tuple[Slot, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything that all ranks of a mesh must agree on before a step."""
+
+    parameters: tuple[ParameterSpec, ...]
+    layouts: tuple[LayoutPlan, ...]
+    slots: tuple[Slot, ...]
+    units: tuple[Unit, ...]
+
+    def digest(self) -> bytes:
+        """32 bytes that differ when any part of the plan does."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=32).digest()
+
+    def ownership(self, member: str = "") -> Ownership:
+        """The owner map, for people, checkpoints and resharding."""
+        slots = tuple(
+            OwnedSlot(spec.fqn, slot.owner, spec.cost)
+            for spec, slot in zip(self.parameters, self.slots, strict=True)
+        )
+        return Ownership(member, max((x.replica_count for x in self.layouts), default=1), slots)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        owners = self.ownership()
+        shards = max((x.shards for x in self.layouts), default=1)
+        return (
+            f"{len(self.parameters)} parameters in {len(self.units)} units; state shared by "
+            f"{owners.replica_count} replicas of {shards} shards; imbalance {owners.imbalance:.3f}"
+        )
+
+
+def build_plan(
+    parameters: Sequence[ParameterSpec],
+    layouts: Sequence[LayoutPlan],
+    config: PlanConfig,
+    *,
+    whole_matrices: bool,
+) -> StepPlan:
+    """Plan a step.
+
+    `whole_matrices`: whether the rule needs whole matrices, which then travel to a compute shard
+    and back unless each shard holds whole ones already.
+    """
+    owners = _assign_replicas(parameters, layouts)
+    boxes = [layouts[p.layout].layout.shard_boxes(p.shape) for p in parameters]
+    elements = [tuple(sum(box.elements for box in part) for part in parts) for parts in boxes]
+    gathered = [
+        whole_matrices and layouts[p.layout].shards > 1 and not holds_whole_matrices(p.shape, b)
+        for p, b in zip(parameters, boxes, strict=True)
+    ]
+    computes = _assign_shards(parameters, layouts, owners, gathered)
+    slots = tuple(map(Slot, range(len(parameters)), owners, computes, elements))
+    units = tuple(
+        unit
+        for key in sorted({(p.layout, p.wire) for p in parameters})
+        for unit in _units(
+            [s for s in slots if _unit_key(parameters[s.parameter]) == key],
+            parameters,
+            layouts[key[0]],
+            config,
+        )
+    )
+    return StepPlan(tuple(parameters), tuple(layouts), slots, units)
+
+
+def _unit_key(spec: ParameterSpec) -> tuple[int, str]:
+    return spec.layout, spec.wire
+
+
+def _assign_replicas(
+    parameters: Sequence[ParameterSpec], layouts: Sequence[LayoutPlan]
+) -> list[int]:
+    """The owner of each parameter: longest processing time first, per replica count."""
+    owners = [0] * len(parameters)
+    for count in sorted({layout.replica_count for layout in layouts}):
+        members = [i for i, p in enumerate(parameters) if layouts[p.layout].replica_count == count]
+        for i, owner in zip(
+            members, assign_owners([parameters[i].cost for i in members], count), strict=True
+        ):
+            owners[i] = owner
+    return owners
+
+
+def _assign_shards(
+    parameters: Sequence[ParameterSpec],
+    layouts: Sequence[LayoutPlan],
+    owners: Sequence[int],
+    gathered: Sequence[bool],
+) -> list[int | None]:
+    """The compute shard of each gathered parameter, balanced inside its layout and owner."""
+    computes: list[int | None] = [None] * len(parameters)
+    jobs = [i for i in range(len(parameters)) if gathered[i]]
+    jobs.sort(key=lambda i: (parameters[i].layout, owners[i]))
+    for (layout, _), same in groupby(jobs, key=lambda i: (parameters[i].layout, owners[i])):
+        members = list(same)
+        costs = [parameters[i].cost for i in members]
+        for i, shard in zip(members, assign_owners(costs, layouts[layout].shards), strict=True):
+            computes[i] = shard
+    return computes
+
+
+def _units(
+    slots: Sequence[Slot],
+    parameters: Sequence[ParameterSpec],
+    layout: LayoutPlan,
+    config: PlanConfig,
+) -> list[Unit]:
+    """Cut slots into rounds of bounded bytes, large slots first.
+
+    Every round gives each (owner, compute shard) an equal part of its slots, so that the ranks
+    stay balanced within a round and not only over the whole step.
+    """
+
+    def wire_bytes(slot: Slot) -> int:
+        return sum(slot.elements) * parameters[slot.parameter].wire_itemsize
+
+    workers: dict[tuple[int, int | None], list[Slot]] = {}
+    for slot in sorted(slots, key=lambda s: -wire_bytes(s)):
+        workers.setdefault((slot.owner, slot.compute), []).append(slot)
+    cap = config.unit_bytes * layout.replica_count
+    rounds = max(1, math.ceil(sum(map(wire_bytes, slots)) / cap))
+    cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
+    count = max((len(parts) for parts in cuts.values()), default=0)
+    spec = parameters[slots[0].parameter]
+    return [
+        Unit(spec.layout, spec.wire, _round(cuts, i, layout.replica_count)) for i in range(count)
+    ]
+
+
+def _cut(
+    slots: Sequence[Slot], rounds: int, size: Callable[[Slot], int], cap: int
+) -> list[tuple[Slot, ...]]:
+    """Cut slots into about `rounds` runs of about equal bytes; one over `cap` stands alone."""
+    target = sum(map(size, slots)) / rounds
+    out: list[list[Slot]] = [[]]
+    filled = 0
+    for slot in slots:
+        if out[-1] and (filled + size(slot) > max(target, 1) or size(slot) > cap):
+            out.append([])
+            filled = 0
+        out[-1].append(slot)
+        filled += size(slot)
+    return [tuple(part) for part in out]
+
+
+def _round(
+    cuts: dict[tuple[int, int | None], list[tuple[Slot, ...]]], index: int, owners: int
+) -> tuple[tuple[Slot, ...], ...]:
+    """The slots of one round per owner: gathered ones by compute shard, then the rest."""
+    order = sorted(cuts, key=lambda worker: (worker[1] is None, worker[1] or 0))
+    return tuple(
+        tuple(
+            slot
+            for worker in order
+            if worker[0] == owner and index < len(cuts[worker])
+            for slot in cuts[worker][index]
+        )
+        for owner in range(owners)
+    )
+
+
+def resolve_replica_count(
+    requested: ReplicaCount,
+    ranks: Sequence[Sequence[int]],
+    hosts: Sequence[str] | None,
+) -> int:
+    """The size of the replica sub-groups of a layout.
+
+    `ranks[replica][shard]` are global ranks and `hosts[rank]` says where each runs. An integer is
+    honoured or refused: it must divide the number of replicas; a replica group no larger than it is
+    used whole. `"auto"` and None keep traffic inside a node where a node holds several consecutive
+    replicas (nodes of unequal count: their greatest common divisor), and otherwise use the whole
+    group. Raises ValueError.
+    """
+    replicas = len(ranks)
+    if requested is None or requested == "auto":
+        return _replicas_per_node(ranks, hosts) if hosts else replicas
+    if isinstance(requested, bool) or not isinstance(requested, int) or requested < 1:
+        raise ValueError(
+            f"hsdp_replica_count must be 'auto', None or a positive integer, got {requested!r}"
+        )
+    if requested >= replicas:
+        return replicas
+    if replicas % requested:
+        possible = [n for n in range(1, replicas + 1) if replicas % n == 0]
+        raise ValueError(
+            f"hsdp_replica_count={requested} does not divide the {replicas} replicas; "
+            f"possible: {possible}"
+        )
+    return requested
+
+
+def _replicas_per_node(ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
+    common = 0
+    for column in zip(*ranks, strict=True):
+        for _, run in groupby(column, key=lambda rank: hosts[rank]):
+            common = math.gcd(common, len(list(run)))
+    return common if common > 1 else len(ranks)
