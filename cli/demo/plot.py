@@ -1,0 +1,61 @@
+"""The loss curves, in the terminal and as a picture. Both need the extra `demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ckpt.errors import DestinationExistsError, UsageError
+from cli.demo.results import Run
+
+_MARKERS = ("o", "x", "+", "*", "^")
+_INSTALL = "pip install 'hyperopt-ckpt[demo]'"
+
+
+def check_picture(path: Path) -> None:
+    """Refuse, before anything runs, a picture that could not be written in the end."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"--plot needs matplotlib, which is not installed: {_INSTALL}")
+    if path.exists():
+        raise DestinationExistsError(f"--plot: {path} exists; nothing is overwritten")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot: there is no directory {path.parent}")
+
+
+def terminal_plot(runs: Sequence[Run], killed: Mapping[int, float], width: int) -> str:
+    """The curves as text of `width` columns; a hint where plotext is not installed."""
+    if find_spec("plotext") is None:
+        return f"(a plot of the curves appears here with plotext: {_INSTALL})"
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, 18)
+    plotext.title("loss (nats per byte) by step; the curves should lie on top of each other")
+    for run, marker in zip(runs, _MARKERS, strict=False):
+        plotext.plot(list(run.losses), list(run.losses.values()), label=run.name, marker=marker)
+    plotext.scatter(list(killed), list(killed.values()), label="killed", marker="#")
+    return str(plotext.build())
+
+
+def save_picture(path: Path, runs: Sequence[Run], killed: Mapping[int, float]) -> None:
+    """Two panels: the loss of each run, and its distance from the uninterrupted one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    loss, distance = figure.subplots(2, 1, sharex=True)
+    for run in runs:
+        loss.plot(list(run.losses), list(run.losses.values()), label=run.name)
+    loss.plot(list(killed), list(killed.values()), "k--", label="killed")
+    loss.set_ylabel("loss (nats per byte)")
+    loss.legend()
+    for run in runs[1:]:
+        gap = {k: abs(value - runs[0].losses[k]) for k, value in run.losses.items()}
+        distance.plot(list(gap), list(gap.values()), label=run.name)
+    distance.axhline(1e-3, color="grey", linestyle=":", label="limit")
+    distance.set_yscale("symlog", linthresh=1e-7)
+    distance.set_ylabel("distance from the uninterrupted run")
+    distance.set_xlabel("step")
+    distance.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,161 @@
+"""The demo from start to end: which runs, in which order, and what each is to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.checkpoint import open_checkpoint
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.reshard import execute_reshard, plan_reshard
+from ckpt.runs import latest
+from ckpt.storage import open_storage
+from ckpt.summary import summarize_owners
+from ckpt.topology import parse_mesh
+from ckpt.verify import verify
+from cli.demo.launch import Job, Outcome, StepDone, launch
+from cli.demo.results import Run, Schedule
+from cli.units import size_text, topology_text
+
+ORIGINAL = (2, 2)
+RESHARDED = ((1, 2), (4, 1))
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """The runs that reached the end, the uninterrupted one first, and the losses of the one that
+    was killed."""
+
+    runs: tuple[Run, ...]
+    killed: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Teller:
+    """Runs the stages in `directory`, which must be empty or missing, and says what each shows."""
+
+    directory: Path
+    schedule: Schedule
+    say: Say
+
+    def tell(self) -> Story:
+        """Everything. Raises CheckpointError if a stage cannot be done; whether the results are
+        good is for `judge`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        root = self.directory / "run"
+        reference = self._uninterrupted()
+        killed = self._killed(root)
+        name = self._examine(root)
+        roots = {mesh: self._reshard(root / name, mesh) for mesh in RESHARDED}
+        runs = (
+            self._resume("resumed, original", ORIGINAL, root, exact=True),
+            *(self._resume("resumed, resharded", mesh, at) for mesh, at in roots.items()),
+            self._resume("resumed, one process", None, root),
+        )
+        return Story((reference, *runs), killed)
+
+    def _uninterrupted(self) -> Run:
+        self.say(
+            f"[1/5] train {self.schedule.end} steps on 2×2 (2 replicas × 2 shards, 4 processes), "
+            "undisturbed: the run that all others must match"
+        )
+        job = Job(ORIGINAL, self.directory / "uninterrupted", self.schedule.end)
+        return self._run("uninterrupted", job)
+
+    def _killed(self, root: Path) -> Outcome:
+        schedule = self.schedule
+        self.say(
+            f"[2/5] the same again, with a checkpoint at step {schedule.checkpoint} and SIGKILL to "
+            f"every process at step {schedule.kill}: what a preempted job looks like"
+        )
+        job = Job(ORIGINAL, root, schedule.end, save_at=schedule.checkpoint)
+        outcome = self._launch(job, kill_after=schedule.kill)
+        self.say(f"      killed after {max(outcome.losses)} steps, {outcome.seconds:.0f} s")
+        return outcome
+
+    def _examine(self, root: Path) -> str:
+        """Verify and inspect what the killed run left; the checkpoint's name."""
+        self.say("[3/5] verify and inspect what it left: every byte is checked against its checksum")
+        entry = latest(open_storage(root))
+        if entry is None:
+            raise NotFoundError(f"{root}: the killed run left no checkpoint; that is a fault here")
+        checkpoint = open_checkpoint(root / entry.name)
+        report = verify(checkpoint, "full")
+        if report.problems:
+            raise CorruptError(f"{root / entry.name}: {report.problems[0].message}")
+        manifest = checkpoint.manifest
+        owners = ", ".join(
+            f"{found.member} {found.imbalance:.2f}"
+            for found in map(summarize_owners, manifest.ownership)
+        )
+        self.say(
+            f"      {entry.name}: good, {report.files} files, {size_text(report.bytes_read)}, "
+            f"{topology_text(manifest.topology)}, {len(manifest.tensors)} tensors; optimizer state "
+            f"is on one replica each, imbalance: {owners}"
+        )
+        return entry.name
+
+    def _reshard(self, source: Path, mesh: tuple[int, int]) -> Path:
+        """A run directory with the checkpoint as `mesh` would have written it."""
+        replicas, shards = mesh
+        self.say(
+            f"[4/5] reshard to {replicas}×{shards}: rewrite the checkpoint as that many ranks would "
+            "have saved it, without loading the model"
+        )
+        root = self.directory / f"resharded-{replicas}x{shards}"
+        checkpoint = open_checkpoint(source)
+        plan = plan_reshard(checkpoint, parse_mesh(f"replicate={replicas},shard={shards}"))
+        result = execute_reshard(plan, checkpoint.storage, open_storage(root), source.name)
+        self.say(
+            f"      read {size_text(result.bytes_read)}, wrote {size_text(result.bytes_written)}, "
+            f"{result.seconds:.1f} s"
+        )
+        return root
+
+    def _resume(
+        self, name: str, mesh: tuple[int, int] | None, root: Path, exact: bool = False
+    ) -> Run:
+        job = Job(mesh, root, self.schedule.end, resume=True)
+        wanted = "bit for bit the same" if exact else "the same up to rounding"
+        self.say(
+            f"[5/5] resume from step {self.schedule.checkpoint} on {job.topology}, "
+            f"{job.ranks} process{'es' if job.ranks > 1 else ''}: must be {wanted}"
+        )
+        return self._run(name, job, exact)
+
+    def _run(self, name: str, job: Job, exact: bool = False) -> Run:
+        outcome = self._launch(job)
+        last = outcome.losses[self.schedule.end]
+        self.say(f"      loss {last:.4f} at step {self.schedule.end}, {outcome.seconds:.0f} s")
+        return Run(
+            name=name,
+            topology=job.topology,
+            ranks=job.ranks,
+            losses=outcome.losses,
+            parameters=_agreed(outcome),
+            state_bytes_per_rank=max(result.state_bytes for result in outcome.results),
+            bytes_read=sum(result.bytes_read for result in outcome.results),
+            seconds=round(outcome.seconds, 1),
+            exact=exact,
+        )
+
+    def _launch(self, job: Job, kill_after: int | None = None) -> Outcome:
+        number = len(list(self.directory.glob("rendezvous-*")))
+        rendezvous = self.directory / f"rendezvous-{number}"
+        rendezvous.touch()
+        return launch(
+            job, rendezvous.with_suffix(".store"), on_step=self._heard, kill_after=kill_after
+        )
+
+    def _heard(self, done: StepDone) -> None:
+        if done.step % 10 == 0:
+            self.say(f"      step {done.step:3}: loss {done.loss:.4f}")
+
+
+def _agreed(outcome: Outcome) -> str:
+    """The digest of the final parameters; every rank must have the same."""
+    digests = {result.parameters for result in outcome.results}
+    return digests.pop() if len(digests) == 1 else f"ranks disagree: {sorted(digests)}"
