@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -105,18 +104,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         if not optimizers:
             raise ValueError("a chain needs at least one optimizer")
-        self._members = dict(optimizers)
-        _check_claims(model, self._members)
-        names = {p: clean_fqn(name) for name, p in model.named_parameters()}
-        self._fqns = {p: names.get(p, f"parameter {i}") for i, p in enumerate(self._claimed())}
-        super().__init__([p for p in self._claimed()], {})
+        _check_claims(model, optimizers)
+        self._members: dict[str, torch.optim.Optimizer] = {}
+        everything = [p for m in optimizers.values() for g in m.param_groups for p in g["params"]]
+        super().__init__(everything, {})
+        self._members.update(optimizers)
+        names: dict[Tensor, str] = {p: clean_fqn(name) for name, p in model.named_parameters()}
+        self._fqns = {p: names.get(p, f"parameter {i}") for i, p in enumerate(everything)}
         self.state = _ChainedState(  # type: ignore[assignment]  # read-only view of the members
             list(self._members.values())
         )
-
-    def _claimed(self) -> Iterator[Tensor]:
-        for member in self._members.values():
-            yield from chain.from_iterable(g["params"] for g in member.param_groups)
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -141,15 +138,13 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}(\n{inside}\n)"
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The members' groups, in member order: their own dicts."""
         return [group for member in self._members.values() for group in member.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         present = self.param_groups
-        if not groups and not hasattr(self, "defaults"):
-            return
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
             raise TypeError("param_groups must be a list of dicts")
         if len(groups) != len(present):
@@ -162,8 +157,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: add the group to a member, then call its `reset_optimizer_parameters()`."""
-        if set(param_group["params"]) <= set(self._claimed()):
-            return
+        if not self._members:
+            return  # torch.optim.Optimizer's constructor: the members have the groups
         raise ValueError(
             "add the group to one of the members: chain.optimizers[name].add_param_group(...), "
             "then reset_optimizer_parameters()"
@@ -233,8 +228,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
     def _distributed(self) -> dict[str, DistributedOptimizer]:
-        ours = {k: m for k, m in self._members.items() if isinstance(m, DistributedOptimizer)}
-        return ours
+        return {k: m for k, m in self._members.items() if isinstance(m, DistributedOptimizer)}
 
     def _all_distributed(self) -> dict[str, DistributedOptimizer]:
         """The members, all of which must keep owned state to be saved as owned state."""
@@ -312,7 +306,7 @@ def _check_claims(model: nn.Module, members: Mapping[str, torch.optim.Optimizer]
         for group in member.param_groups:
             for parameter in group["params"]:
                 claims.setdefault(parameter, []).append(name)
-    names = {p: clean_fqn(n) for n, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: clean_fqn(n) for n, p in model.named_parameters()}
     missing = [n for p, n in names.items() if p.requires_grad and p not in claims]
     twice = [names.get(p, "?") for p, by in claims.items() if len(by) > 1]
     if missing:
