@@ -1,4 +1,4 @@
-"""The `hyperopt-ckpt` command: parse, call `ckpt`, print. Exit codes are the table in docs/cli.md."""
+"""The `hyperopt-ckpt` command: parse, call `ckpt`, print. docs/cli.md lists the exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 from typer.main import get_command
@@ -25,16 +27,28 @@ _HELP = """Look into, check, compare and reshard checkpoints.
 CKPT, ROOT, SRC and DST are local paths or URLs (s3://, gs://, memory://)."""
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"{PROGRAM} {metadata.version(PROGRAM)}\n")
+        raise typer.Exit
+
+
 def build_app() -> typer.Typer:
     """The application with all its commands. No command is imported beyond its options."""
     # Plain help: Rich's costs 60 ms. Our own error reports: two lines, no box.
-    app = typer.Typer(
-        name=PROGRAM, help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=True
-    )
-    app.callback()(lambda: None)
+    app = typer.Typer(name=PROGRAM, help=_HELP, rich_markup_mode=None, add_completion=True)
+    app.callback()(_root)
     for name, function in COMMANDS.items():
         app.command(name)(with_session(function))
     return app
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="The version.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,16 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # Read before parsing, since parsing itself may be what fails.
     debug = "--debug" in arguments
+    arguments = arguments or ["--help"]
     try:
         result = get_command(build_app()).main(arguments, PROGRAM, standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
-        return _report(error, debug)
+        return report(error, debug)
+    if result == INTERRUPTED:  # what Typer makes of an interrupt inside a command
+        return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
-def _report(error: BaseException, debug: bool) -> int:
+def report(error: BaseException, debug: bool) -> int:
     """Say on stderr what went wrong, and return the exit code."""
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return _fail("interrupted", INTERRUPTED)

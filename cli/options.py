@@ -28,7 +28,7 @@ def _shared(
         bool | None,
         typer.Option(
             "--progress/--no-progress",
-            help="Progress on stderr: a bar on a terminal (shown by default), JSON lines elsewhere.",
+            help="Progress on stderr: a bar on a terminal (default), JSON lines elsewhere.",
         ),
     ] = None,
     debug: Annotated[

@@ -43,7 +43,9 @@ def parse_share(text: str, option: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise UsageError(f"{option}: {text!r} is not a share; write 5% or 0.05 (over 0, up to 100%)")
+        raise UsageError(
+            f"{option}: {text!r} is not a share; write 5% or 0.05 (over 0, up to 100%)"
+        )
     return share
 
 

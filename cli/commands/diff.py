@@ -32,8 +32,11 @@ def diff(
         bool, typer.Option("--values", help="Read both, and compare every tensor's values.")
     ] = False,
 ) -> None:
-    """Compare two checkpoints: keys, shapes, dtypes, groups, step, topology, and with --values the
-    numbers themselves; exit code 3 if they differ."""
+    """Compare two checkpoints.
+
+    Keys, shapes, dtypes, placements, groups, step and topology; with --values also the numbers, by
+    global position, however each side is sharded. Exit code 3 if they differ.
+    """
     from ckpt.checkpoint import open_checkpoint
     from ckpt.diff import compare_manifests
 

@@ -59,8 +59,11 @@ def inspect(
         bool, typer.Option("--groups", help="Parameter groups with their hyperparameters.")
     ] = False,
 ) -> None:
-    """Show what a checkpoint holds: topology, tensors, owners and their balance, groups, lineage,
-    absent state. Reads the manifest only."""
+    """Show what a checkpoint holds.
+
+    Topology, sizes, owners and their balance, groups, lineage, absent state; from the manifest
+    alone, whatever the size of the checkpoint.
+    """
     from ckpt.checkpoint import open_checkpoint
     from ckpt.summary import bytes_by_name, summarize_owners, summarize_tensors
 
@@ -135,7 +138,9 @@ def _absent_text(absent: tuple[str, ...]) -> str:
     if not absent:
         return "none"
     more = len(absent) - _SHOWN_ABSENT
-    return ", ".join(absent[:_SHOWN_ABSENT]) + (f" and {more} more (see --json)" if more > 0 else "")
+    return ", ".join(absent[:_SHOWN_ABSENT]) + (
+        f" and {more} more (see --json)" if more > 0 else ""
+    )
 
 
 def _parent_text(manifest: Manifest) -> str:
@@ -186,7 +191,12 @@ def _print_tensors(console: Console, tensors: list[TensorSummary]) -> None:
 
 def _print_owners(console: Console, ownership: tuple[OwnershipEntry, ...]) -> None:
     rows = (
-        (slot.fqn, f"{slot.rows[0]}–{slot.rows[1]}" if slot.rows else "all", slot.owner, f"{slot.cost:.3g}")
+        (
+            slot.fqn,
+            f"{slot.rows[0]}–{slot.rows[1]}" if slot.rows else "all",
+            slot.owner,
+            f"{slot.cost:.3g}",
+        )
         for entry in ownership
         for slot in entry.slots
     )

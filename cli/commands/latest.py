@@ -27,7 +27,11 @@ def latest(
         bool, typer.Option("--print-path", help="Print the path alone, for scripts.")
     ] = False,
 ) -> None:
-    """Find the newest good checkpoint of a run; exit code 10 if there is none."""
+    """Find the newest good checkpoint of a run.
+
+    Exit code 10 if there is none. For scripts: `--resume "$(hyperopt-ckpt latest ROOT
+    --print-path)"`.
+    """
     from ckpt.runs import latest as find_latest
     from ckpt.storage import open_storage
 

@@ -29,7 +29,10 @@ def ls(
     session: Session,
     root: Annotated[str, typer.Argument(metavar="ROOT", help="The directory or URL of a run.")],
 ) -> None:
-    """List the checkpoints of a run: step, state, age, size, topology."""
+    """List the checkpoints of a run.
+
+    Step, state (committed, broken, pending), age, size and topology of each.
+    """
     from ckpt.runs import scan
     from ckpt.storage import open_storage
 

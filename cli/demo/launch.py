@@ -108,6 +108,8 @@ def launch(
     try:
         _start(job, rendezvous, ranks)
         _watch(ranks, started + _PATIENCE, on_step, kill_after)
+        if kill_after is None:
+            _let_finish(ranks)
     finally:
         _kill(ranks)
     results = tuple(ranks.results[rank] for rank in sorted(ranks.results))
@@ -166,8 +168,16 @@ def _receive(ranks: _Watched, rank: int) -> StepDone | RankResult:
         code = ranks.processes[rank].exitcode
         raise CheckpointError(f"rank {rank} of the demo ended early, exit code {code}") from None
     if isinstance(message, RankFailed):
-        raise CheckpointError(f"rank {rank} of the demo failed:\n{message.traceback}")
+        last = message.traceback.strip().splitlines()[-1]
+        cause = RuntimeError(message.traceback)  # shown with --debug
+        raise CheckpointError(f"rank {rank} of the demo failed: {last}") from cause
     return message
+
+
+def _let_finish(ranks: _Watched) -> None:
+    """All have reported; what is left is to tear down their process group."""
+    for process in ranks.processes:
+        process.join(timeout=10)
 
 
 def _kill(ranks: _Watched) -> None:

@@ -49,8 +49,8 @@ class Decoder(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Start as a predictor that knows nothing: blocks add nothing, all bytes are equally likely.
-        That learns fastest in the few steps there are."""
+        """Start from knowing nothing (blocks add nothing, all bytes are equally likely), which
+        learns fastest in the few steps there are."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.05)

@@ -106,4 +106,4 @@ def _complaints(
         )
     final = run.losses.get(schedule.end, math.inf)
     if not final < limits.final_loss:
-        yield f"{run.name}: loss after {schedule.end} steps is {final:.3f}, not below {limits.final_loss:g}"
+        yield f"{run.name}: final loss {final:.3f}, which is not below {limits.final_loss:g}"

@@ -78,7 +78,9 @@ class Teller:
 
     def _examine(self, root: Path) -> str:
         """Verify and inspect what the killed run left; the checkpoint's name."""
-        self.say("[3/5] verify and inspect what it left: every byte is checked against its checksum")
+        self.say(
+            "[3/5] verify and inspect what it left: every byte is checked against its checksum"
+        )
         entry = latest(open_storage(root))
         if entry is None:
             raise NotFoundError(f"{root}: the killed run left no checkpoint; that is a fault here")
@@ -102,13 +104,13 @@ class Teller:
         """A run directory with the checkpoint as `mesh` would have written it."""
         replicas, shards = mesh
         self.say(
-            f"[4/5] reshard to {replicas}×{shards}: rewrite the checkpoint as that many ranks would "
+            f"[4/5] reshard to {replicas}×{shards}: rewrite the checkpoint as those ranks would "
             "have saved it, without loading the model"
         )
         root = self.directory / f"resharded-{replicas}x{shards}"
         checkpoint = open_checkpoint(source)
         plan = plan_reshard(checkpoint, parse_mesh(f"replicate={replicas},shard={shards}"))
-        result = execute_reshard(plan, checkpoint.storage, open_storage(root), source.name)
+        result = execute_reshard(plan, checkpoint, open_storage(root), source.name)
         self.say(
             f"      read {size_text(result.bytes_read)}, wrote {size_text(result.bytes_written)}, "
             f"{result.seconds:.1f} s"
