@@ -22,15 +22,19 @@ _PATIENCE = 300.0  # seconds for one run: a hang must not look like slow trainin
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one run does. `mesh` is (replicate, shard), or None for one process without a mesh.
-    `root` is the run directory, loaded from when `resume` is set, and saved to after `save_at`
-    updates; `end` is the number of updates after which the run stops."""
+    """What one run does. `mesh` is (replicate, shard), or None for one process without a mesh;
+    `end` the number of updates after which the run stops. It starts from the checkpoint
+    `resume_from`, if any, and saves one in the run directory `save_to` after `save_at` updates."""
 
     mesh: tuple[int, int] | None
-    root: Path
     end: int
-    resume: bool = False
+    resume_from: Path | None = None
+    save_to: Path | None = None
     save_at: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.save_to is None) != (self.save_at is None):
+            raise ValueError("save_to and save_at go together")
 
     @property
     def ranks(self) -> int:

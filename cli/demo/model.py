@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 VOCABULARY = 256
+_ZERO_AT_FIRST = ("position.weight", "head.weight", "attention_out.weight", "mlp_down.weight")
 
 
 class Block(nn.Module):
@@ -27,12 +26,16 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` and result: `[batch, time, width]`."""
         x = x + self.attention_out(self._attend(self.query_key_value(self.attention_norm(x))))
-        return x + self.mlp_down(functional.gelu(self.mlp_up(self.mlp_norm(x))))
+        widened: torch.Tensor = self.mlp_down(functional.gelu(self.mlp_up(self.mlp_norm(x))))
+        return x + widened
 
     def _attend(self, fused: torch.Tensor) -> torch.Tensor:
         """`fused`: `[batch, time, 3 * width]`, queries, keys and values side by side."""
-        heads = fused.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = (
+            part.view(*part.shape[:2], self.heads, -1).transpose(1, 2)
+            for part in fused.chunk(3, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).flatten(2)
 
 
@@ -55,13 +58,9 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.05)
         nn.init.normal_(self.embedding.weight, std=0.5)
-        for weight in (self.position.weight, self.head.weight, *self._residual_outputs()):
-            nn.init.zeros_(weight)
-
-    def _residual_outputs(self) -> Iterator[nn.Parameter]:
-        for block in self.blocks:
-            yield block.attention_out.weight
-            yield block.mlp_down.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith(_ZERO_AT_FIRST):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens`: `[batch, time]`, bytes as int64. Returns logits, `[batch, time, 256]`."""

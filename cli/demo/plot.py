@@ -9,7 +9,7 @@ from pathlib import Path
 from ckpt.errors import DestinationExistsError, UsageError
 from cli.demo.results import Run
 
-_MARKERS = ("o", "x", "+", "*", "^")
+_MARKERS = ("o", "x", "+", "*", "^", "#")
 _INSTALL = "pip install 'hyperopt-ckpt[demo]'"
 
 
@@ -29,14 +29,18 @@ def terminal_plot(runs: Sequence[Run], killed: Mapping[int, float], width: int) 
         return f"(a plot of the curves appears here with plotext: {_INSTALL})"
     import plotext
 
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plot_size(width, 18)
-    plotext.title("loss (nats per byte) by step; the curves should lie on top of each other")
-    for run, marker in zip(runs, _MARKERS, strict=False):
-        plotext.plot(list(run.losses), list(run.losses.values()), label=run.name, marker=marker)
-    plotext.scatter(list(killed), list(killed.values()), label="killed", marker="#")
-    return str(plotext.build())
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, 20)
+    figure.title("loss (nats per byte) by step: the curves should lie on top of each other")
+    reference = runs[0].losses
+    figure.legend(x=max(reference), y=max(reference.values()), ha="right", relative=True)
+    curves = [(f"{run.name}, {run.topology}", run.losses) for run in runs]
+    for (label, losses), marker in zip([*curves, ("killed", killed)], _MARKERS, strict=False):
+        signal = figure.signal(list(losses), list(losses.values()), marker=marker)
+        signal.label(label)
+        figure.draw(signal)
+    return str(plotext.uncolorize(str(figure.build())))
 
 
 def save_picture(path: Path, runs: Sequence[Run], killed: Mapping[int, float]) -> None:

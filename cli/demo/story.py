@@ -48,12 +48,12 @@ class Teller:
         root = self.directory / "run"
         reference = self._uninterrupted()
         killed = self._killed(root)
-        name = self._examine(root)
-        roots = {mesh: self._reshard(root / name, mesh) for mesh in RESHARDED}
+        original = self._examine(root)
+        resharded = {mesh: self._reshard(original, mesh) for mesh in RESHARDED}
         runs = (
-            self._resume("resumed, original", ORIGINAL, root, exact=True),
-            *(self._resume("resumed, resharded", mesh, at) for mesh, at in roots.items()),
-            self._resume("resumed, one process", None, root),
+            self._resume("resumed, original", ORIGINAL, original, exact=True),
+            *(self._resume("resumed, resharded", mesh, at) for mesh, at in resharded.items()),
+            self._resume("resumed, original", None, original),
         )
         return Story((reference, *runs), killed)
 
@@ -62,8 +62,7 @@ class Teller:
             f"[1/5] train {self.schedule.end} steps on 2×2 (2 replicas × 2 shards, 4 processes), "
             "undisturbed: the run that all others must match"
         )
-        job = Job(ORIGINAL, self.directory / "uninterrupted", self.schedule.end)
-        return self._run("uninterrupted", job)
+        return self._run("uninterrupted", Job(ORIGINAL, self.schedule.end))
 
     def _killed(self, root: Path) -> Outcome:
         schedule = self.schedule
@@ -71,23 +70,24 @@ class Teller:
             f"[2/5] the same again, with a checkpoint at step {schedule.checkpoint} and SIGKILL to "
             f"every process at step {schedule.kill}: what a preempted job looks like"
         )
-        job = Job(ORIGINAL, root, schedule.end, save_at=schedule.checkpoint)
+        job = Job(ORIGINAL, schedule.end, save_to=root, save_at=schedule.checkpoint)
         outcome = self._launch(job, kill_after=schedule.kill)
         self.say(f"      killed after {max(outcome.losses)} steps, {outcome.seconds:.0f} s")
         return outcome
 
-    def _examine(self, root: Path) -> str:
-        """Verify and inspect what the killed run left; the checkpoint's name."""
+    def _examine(self, root: Path) -> Path:
+        """Verify and inspect what the killed run left; the checkpoint."""
         self.say(
             "[3/5] verify and inspect what it left: every byte is checked against its checksum"
         )
         entry = latest(open_storage(root))
         if entry is None:
             raise NotFoundError(f"{root}: the killed run left no checkpoint; that is a fault here")
-        checkpoint = open_checkpoint(root / entry.name)
+        path = root / entry.name
+        checkpoint = open_checkpoint(path)
         report = verify(checkpoint, "full")
         if report.problems:
-            raise CorruptError(f"{root / entry.name}: {report.problems[0].message}")
+            raise CorruptError(f"{path}: {report.problems[0].message}")
         manifest = checkpoint.manifest
         owners = ", ".join(
             f"{found.member} {found.imbalance:.2f}"
@@ -98,29 +98,29 @@ class Teller:
             f"{topology_text(manifest.topology)}, {len(manifest.tensors)} tensors; optimizer state "
             f"is on one replica each, imbalance: {owners}"
         )
-        return entry.name
+        return path
 
     def _reshard(self, source: Path, mesh: tuple[int, int]) -> Path:
-        """A run directory with the checkpoint as `mesh` would have written it."""
+        """The checkpoint as `mesh` would have written it."""
         replicas, shards = mesh
         self.say(
             f"[4/5] reshard to {replicas}×{shards}: rewrite the checkpoint as those ranks would "
             "have saved it, without loading the model"
         )
-        root = self.directory / f"resharded-{replicas}x{shards}"
+        name = f"resharded-{replicas}x{shards}"
         checkpoint = open_checkpoint(source)
         plan = plan_reshard(checkpoint, parse_mesh(f"replicate={replicas},shard={shards}"))
-        result = execute_reshard(plan, checkpoint, open_storage(root), source.name)
+        result = execute_reshard(plan, checkpoint, open_storage(self.directory), name)
         self.say(
             f"      read {size_text(result.bytes_read)}, wrote {size_text(result.bytes_written)}, "
             f"{result.seconds:.1f} s"
         )
-        return root
+        return self.directory / name
 
     def _resume(
-        self, name: str, mesh: tuple[int, int] | None, root: Path, exact: bool = False
+        self, name: str, mesh: tuple[int, int] | None, checkpoint: Path, exact: bool = False
     ) -> Run:
-        job = Job(mesh, root, self.schedule.end, resume=True)
+        job = Job(mesh, self.schedule.end, resume_from=checkpoint)
         wanted = "bit for bit the same" if exact else "the same up to rounding"
         self.say(
             f"[5/5] resume from step {self.schedule.checkpoint} on {job.topology}, "

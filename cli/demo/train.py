@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from ckpt.load import load
 from ckpt.manager import CheckpointManager
 from cli.demo.data import SEQUENCE_LENGTH, global_batch, rank_part, standard_library_text
 from cli.demo.launch import Job, RankFailed, RankResult, StepDone
@@ -54,27 +55,29 @@ def _keep_quiet(_message: StepDone) -> None:
 
 
 def train(job: Job, rank: int, report: Callable[[StepDone], None]) -> RankResult:
-    """Train from the start, or from the newest checkpoint of `job.root`, to `job.end` updates.
+    """Train from the start, or from a checkpoint, to `job.end` updates.
 
     The loss reported for step k is that after k updates, on the data of step k; so the first report
     after resuming checks the parameters, and the later ones check the optimizer too.
     """
     text = standard_library_text()
     model, optimizer = build(job.mesh)
-    manager = CheckpointManager(job.root)
-    first = manager.load(model=model, optimizer=optimizer) if job.resume else 0
+    first, bytes_read = 0, 0
+    if job.resume_from is not None:
+        loaded = load(job.resume_from, model=model, optimizer=optimizer)
+        first, bytes_read = loaded.step or 0, loaded.bytes_read[rank]
     for step in range(first, job.end + 1):
         sequences = rank_part(global_batch(text, step), rank, job.ranks)
         losses = sequence_losses(model, sequences)
         report(StepDone(step, global_mean(losses.detach(), job.ranks)))
         if step == job.end:
             break
-        losses.mean().backward()
+        losses.mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        if step + 1 == job.save_at:
-            manager.save(step + 1, model=model, optimizer=optimizer)
-    return RankResult(parameter_digest(model), state_bytes(optimizer), 0)
+        if job.save_to is not None and step + 1 == job.save_at:
+            CheckpointManager(job.save_to).save(step + 1, model=model, optimizer=optimizer)
+    return RankResult(parameter_digest(model), state_bytes(optimizer), bytes_read)
 
 
 def build(mesh: tuple[int, int] | None) -> tuple[nn.Module, ChainedOptimizer]:

@@ -139,5 +139,3 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     program.stderr.close()
     assert program.wait() in (0, 1)
     assert b"Traceback" not in complaints
-
-

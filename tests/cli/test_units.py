@@ -11,7 +11,13 @@ from cli.units import age_text, parse_share, parse_size, printable, size_text, t
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (1 << 60, "1024.0 PiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 60, "1024.0 PiB"),
+    ],
 )
 def test_sizes_are_shown_in_iec_units(count: int, text: str) -> None:
     assert size_text(count) == text
