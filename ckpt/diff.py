@@ -6,7 +6,6 @@ against box, so a checkpoint can be compared with a resharded copy of itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.checkpoint import Checkpoint
+from ckpt.data_file import DTYPES
 from ckpt.manifest import ChunkEntry, GroupEntry, Manifest, TensorEntry
 from ckpt.storage import Storage
 from ckpt.summary import tensor_bytes
@@ -164,13 +164,13 @@ def _compare_tensor(
     a: Checkpoint, b: Checkpoint, key: str, progress: Callable[[int], None] | None
 ) -> ValueChange | None:
     entry = a.manifest.tensors[key]
-    itemsize = tensor_bytes(key, entry) // max(math.prod(entry.shape), 1)
+    itemsize = DTYPES[entry.dtype].itemsize
     count, largest = 0, 0.0
     decodable = entry.dtype in _DECODERS
     for ours in a.chunks(key):
         for theirs in b.chunks(key):
             shared = _box(ours).intersection(_box(theirs))
-            for block in _blocks(shared, itemsize) if shared else ():
+            for block in _blocks(shared, itemsize, BLOCK_BYTES) if shared else ():
                 left = read_box(a.storage, ours, block, itemsize)
                 right = read_box(b.storage, theirs, block, itemsize)
                 count += _elements_that_differ(left, right, itemsize)
@@ -185,10 +185,10 @@ def _box(chunk: ChunkEntry) -> Box:
     return Box(chunk.offsets, chunk.sizes)
 
 
-def _blocks(box: Box, itemsize: int, limit: int = BLOCK_BYTES) -> Iterator[Box]:
+def _blocks(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
     """Cut a box, along its leading dims, into boxes of at most `limit` bytes (one element at
     least)."""
-    if box.elements * itemsize <= limit or not box.sizes:
+    if box.elements * itemsize <= limit or box.elements == 1:
         yield box
         return
     dim = next(i for i, size in enumerate(box.sizes) if size > 1)
@@ -197,7 +197,8 @@ def _blocks(box: Box, itemsize: int, limit: int = BLOCK_BYTES) -> Iterator[Box]:
     for start in range(0, box.sizes[dim], step):
         size = min(step, box.sizes[dim] - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-        yield from _blocks(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), itemsize)
+        part = Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+        yield from _blocks(part, itemsize, limit)
 
 
 def read_box(storage: Storage, chunk: ChunkEntry, box: Box, itemsize: int) -> Bytes:
@@ -234,7 +235,7 @@ def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float:
     """The largest absolute difference, NaN where one side alone is NaN (0 where both are)."""
     if np.array_equal(a, b):
         return 0.0
-    left, right = _DECODERS[dtype](a), _DECODERS[dtype](b)
+    left, right = decode(dtype, a), decode(dtype, b)
     # Equal infinities would give NaN when subtracted, and so would two NaNs of different bits.
     same = (left == right) | (np.isnan(left) & np.isnan(right))
     with np.errstate(invalid="ignore"):
@@ -245,6 +246,12 @@ def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float:
 def _larger(a: float, b: float) -> float:
     """The larger of two, NaN above all."""
     return float(np.maximum(a, b))
+
+
+def decode(dtype: str, raw: Bytes) -> npt.NDArray[Any]:
+    """The numbers that little-endian bytes stand for, as float64 (complex128 for complex dtypes).
+    Raises KeyError for a dtype that has no numbers here."""
+    return _DECODERS[dtype](raw)
 
 
 def _native(dtype: str) -> Callable[[Bytes], npt.NDArray[Any]]:
