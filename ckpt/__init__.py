@@ -1,1 +1,74 @@
-"""Save, load, verify and reshard checkpoints. Names load lazily: torch is imported on use."""
+"""Checkpoints that save owner-only optimizer state without moving it, and load on any topology.
+
+Names load when they are first used: reading, verifying and resharding checkpoints needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.checkpoint import open_checkpoint
+    from ckpt.errors import (
+        CheckpointError,
+        CorruptError,
+        DestinationExistsError,
+        IncompatibleError,
+        LockedError,
+        NotAuthorisedError,
+        NotFoundError,
+        TryAgainError,
+        UsageError,
+    )
+    from ckpt.manager import CheckpointManager, load, save
+    from ckpt.reshard import execute_reshard, plan_reshard
+    from ckpt.verify import verify
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "CorruptError",
+    "DestinationExistsError",
+    "IncompatibleError",
+    "LockedError",
+    "NotAuthorisedError",
+    "NotFoundError",
+    "TryAgainError",
+    "UsageError",
+    "execute_reshard",
+    "load",
+    "open_checkpoint",
+    "plan_reshard",
+    "save",
+    "verify",
+]
+
+_MODULES = {
+    "CheckpointError": "ckpt.errors",
+    "CheckpointManager": "ckpt.manager",
+    "CorruptError": "ckpt.errors",
+    "DestinationExistsError": "ckpt.errors",
+    "IncompatibleError": "ckpt.errors",
+    "LockedError": "ckpt.errors",
+    "NotAuthorisedError": "ckpt.errors",
+    "NotFoundError": "ckpt.errors",
+    "TryAgainError": "ckpt.errors",
+    "UsageError": "ckpt.errors",
+    "execute_reshard": "ckpt.reshard",
+    "load": "ckpt.manager",
+    "open_checkpoint": "ckpt.checkpoint",
+    "plan_reshard": "ckpt.reshard",
+    "save": "ckpt.manager",
+    "verify": "ckpt.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -121,7 +121,7 @@ class _UnitRun:
         gathered = [s for s in mine if s.compute is not None]
         assert self.payload is not None
         tail = self.payload[sum(s.elements[self.seat.shard] for s in gathered) :]
-        self.transform(at_home, self.local_matrices(at_home, tail))
+        self.transform(at_home, self.views(at_home, tail))
         if self.gathering is None:
             return
         received = self.gathering.wait()
@@ -214,16 +214,14 @@ class _UnitRun:
     # ----------------------------------------------------------------------------------- matrices
 
     def transform(self, slots: Sequence[Slot], matrices: Sequence[Tensor]) -> None:
-        """Run the rule on whole matrices, in place, by parameter group."""
+        """Run the rule on whole matrices, in place, by parameter group. Empty ones stay empty."""
         groups: dict[int, list[Tensor]] = {}
         for slot, matrix in zip(slots, matrices, strict=True):
+            if not matrix.numel():
+                continue
             groups.setdefault(self.plan.parameters[slot.parameter].group, []).append(matrix)
         for group, members in groups.items():
             self.rule.transform(members, members, self.tensors.hyperparameters[group])
-
-    def local_matrices(self, slots: Sequence[Slot], buffer: Tensor) -> list[Tensor]:
-        """The parts of a packed buffer that are whole matrices as they lie, without empty ones."""
-        return [view for view in self.views(slots, buffer) if view.numel()]
 
     def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
         """Whole matrices from the shards' parts."""

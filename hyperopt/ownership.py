@@ -74,6 +74,8 @@ class MeshSpec:
             raise ValueError(f"mesh has {len(self.names)} dim names but {len(self.sizes)} sizes")
         if len(self.ranks) != math.prod(self.sizes):
             raise ValueError(f"mesh of sizes {self.sizes} cannot hold {len(self.ranks)} ranks")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"mesh names a rank twice: {self.ranks}")
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a global rank, or None if it is not part of the mesh."""
@@ -103,7 +105,7 @@ def ravel(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
     return index
 
 
-_PLACEMENT = re.compile(r"R|P|S\((\d+)\)|_S\((\d+),(\d+)\)")
+_PLACEMENT = re.compile(r"R|S\(([0-9]+)\)|_S\(([0-9]+),([0-9]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,13 @@ class Placement:
     dim: int | None = None
     split_factor: int = 1
 
+    def __post_init__(self) -> None:
+        sharded = self.dim is not None
+        if self.split_factor < 1 or (self.split_factor > 1 and not sharded) or (self.dim or 0) < 0:
+            raise ValueError(
+                f"not a placement: dim {self.dim} with split factor {self.split_factor}"
+            )
+
     def __str__(self) -> str:
         if self.dim is None:
             return "R"
@@ -127,7 +136,7 @@ class Placement:
     def parse(cls, text: str) -> Placement:
         """The inverse of `str`. Raises ValueError for any other text."""
         match = _PLACEMENT.fullmatch(text)
-        if match is None or text == "P":
+        if match is None:
             raise ValueError(f"not a placement: {text!r} (expected R, S(dim) or _S(dim,factor))")
         if match[1] is not None:
             return cls(int(match[1]))
@@ -275,7 +284,10 @@ def assign_owners(
     """
     if count < 1:
         raise ValueError(f"cannot assign to {count} owners")
-    heap = [(load, owner) for owner, load in enumerate(initial or [0.0] * count)]
+    carried = [0.0] * count if initial is None else initial
+    if len(carried) != count:
+        raise ValueError(f"{len(carried)} initial loads for {count} owners")
+    heap = [(load, owner) for owner, load in enumerate(carried)]
     heapq.heapify(heap)
     owners = [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -1,0 +1,182 @@
+"""build_optimizer and the chain under FSDP2: training, schedulers, torch's state-dict functions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from hyperopt import ChainedOptimizer, DistributedAdamW, Muon, build_optimizer, split_params
+from tests.distributed import run_ranks
+from tests.hyperopt.models import Model, backward, build_model
+from tests.hyperopt.worlds import whole
+
+OPTIONS = {"muon": {"ns_dtype": torch.float32}, "adamw": {"lr": 1e-2}}
+
+
+def train(
+    mesh_shape: tuple[int, int] | None, steps: int = 4
+) -> tuple[Model, ChainedOptimizer, list[float]]:
+    model = build_model(mesh_shape)
+    optimizer = build_optimizer(model, **OPTIONS)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=[0.02, 0.01], total_steps=20, cycle_momentum=False
+    )
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(backward(model, step))
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, losses
+
+
+def states(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.Tensor]]:
+    state = optimizer.state_dict()["state"]
+    return {i: {k: whole(v) for k, v in entry.items()} for i, entry in state.items()}
+
+
+def assert_same_states(ours: Any, theirs: Any, **tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for index, entry in theirs.items():
+        assert ours[index].keys() == entry.keys()
+        for key, value in entry.items():
+            torch.testing.assert_close(
+                ours[index][key], value, **(tolerance or {"atol": 0, "rtol": 0})
+            )
+
+
+def train_world(mesh_shape: tuple[int, int]) -> tuple[list[float], list[torch.Tensor], Any]:
+    model, optimizer, losses = train(mesh_shape)
+    return losses, [whole(p) for p in model.parameters()], states(optimizer)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (4, 1), (1, 4)])
+def test_fsdp_training_equals_one_process(mesh_shape: tuple[int, int]) -> None:
+    model, optimizer, losses = train(None)
+    for ours, parameters, state in run_ranks(train_world, 4, mesh_shape):
+        assert ours == pytest.approx(losses, abs=2e-5)
+        for got, expected in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(got, expected.detach(), atol=2e-5, rtol=2e-5)
+        assert_same_states(state, states(optimizer), atol=2e-5, rtol=2e-4)
+
+
+def restore_by_torch(flatten: bool, fresh: bool) -> bool:
+    """Save through torch's functions, train on (or build afresh), restore, compare, continue."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False)
+    model, optimizer, _ = train((2, 2))
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    saved = copy.deepcopy(saved)
+    before = states(optimizer)
+    steps = [g.get("step") for g in optimizer.param_groups]
+    if fresh:
+        optimizer = build_optimizer(model, **OPTIONS)
+        assert get_optimizer_state_dict(model, optimizer)["state"] == {}
+    else:
+        backward(model, 9)
+        optimizer.step()
+    parameters = [whole(p) for p in model.parameters()]
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    assert_same_states(states(optimizer), before)
+    assert [g.get("step") for g in optimizer.param_groups] == steps
+    for now, then in zip(model.parameters(), parameters, strict=True):
+        assert torch.equal(whole(now), then)
+    backward(model, 10)
+    optimizer.step()
+    return True
+
+
+def restore_every_way() -> list[bool]:
+    return [
+        restore_by_torch(flatten, fresh) for flatten in (False, True) for fresh in (False, True)
+    ]
+
+
+def test_torch_state_dict_functions_restore_every_state() -> None:
+    assert run_ranks(restore_every_way, 4) == [[True] * 4] * 4
+
+
+def test_state_shows_keys_without_memory_and_is_truthy() -> None:
+    model = build_model(None)
+    optimizer = build_optimizer(model)
+    assert optimizer.state
+    assert len(optimizer.state) == len(list(model.parameters()))
+    entry = optimizer.state[model.blocks[0].up.weight]
+    assert list(entry) == ["momentum_buffer"]
+    assert entry["momentum_buffer"].is_meta
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_split_sends_hidden_matrices_to_muon() -> None:
+    split = split_params(Model())
+    assert [name for name, _ in split["muon"]] == [
+        "blocks.0.up.weight",
+        "blocks.0.down.weight",
+        "blocks.1.up.weight",
+        "blocks.1.down.weight",
+        "spare.weight",
+    ]
+    assert {"embedding.weight", "lm_head.weight", "blocks.0.norm.weight", "blocks.0.up.bias"} <= {
+        name for name, _ in split["adamw"]
+    }
+
+
+def test_unclaimed_and_twice_claimed_parameters_are_named() -> None:
+    model = Model()
+    split = split_params(model)
+    muon = Muon(split["muon"])
+    with pytest.raises(ValueError, match=r"no optimizer has .*embedding\.weight"):
+        ChainedOptimizer(model, {"muon": muon})
+    everything = DistributedAdamW(list(model.named_parameters()))
+    with pytest.raises(ValueError, match=r"more than one optimizer .*blocks\.0\.up\.weight"):
+        ChainedOptimizer(model, {"muon": muon, "adamw": everything})
+
+
+def test_unknown_label_is_refused() -> None:
+    with pytest.raises(ValueError, match="'lion'"):
+        build_optimizer(Model(), label_fn=lambda name, parameter: "lion")
+
+
+def test_bias_given_to_muon_is_named() -> None:
+    layer = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"two dims or more.*'bias'"):
+        Muon(layer.named_parameters())
+
+
+def test_closure_runs_once_with_gradients() -> None:
+    model = build_model(None)
+    optimizer = build_optimizer(model)
+    calls = []
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        calls.append(1)
+        optimizer.zero_grad()
+        return backward(model, 0)
+
+    loss = optimizer.step(closure)
+    assert calls == [1]
+    assert loss is not None
+    assert loss > 0
+
+
+def test_param_groups_are_checked_and_shared() -> None:
+    optimizer = build_optimizer(build_model(None))
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.optimizers["muon"].param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="expected 2 parameter groups, got 1"):
+        optimizer.param_groups = optimizer.param_groups[:1]
+    with pytest.raises(TypeError, match="list of dicts"):
+        optimizer.param_groups = "groups"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="several members"):
+        _ = optimizer.optimizer
+    assert "muon" in repr(optimizer)
+    assert [type(m).__name__ for m in optimizer] == ["Muon", "DistributedAdamW"]
