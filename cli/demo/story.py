@@ -14,7 +14,8 @@ from ckpt.storage import open_storage
 from ckpt.summary import summarize_owners
 from ckpt.topology import parse_mesh
 from ckpt.verify import verify
-from cli.demo.launch import Job, Outcome, StepDone, launch
+from cli.demo.job import Job, StepDone
+from cli.demo.launch import Outcome, launch
 from cli.demo.results import Run, Schedule
 from cli.units import size_text, topology_text
 

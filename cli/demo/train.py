@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ckpt.load import load
 from ckpt.manager import CheckpointManager
 from cli.demo.data import SEQUENCE_LENGTH, global_batch, rank_part, standard_library_text
-from cli.demo.launch import Job, RankFailed, RankResult, StepDone
+from cli.demo.job import Job, RankFailed, RankResult, StepDone
 from cli.demo.model import Decoder, sequence_losses
 from hyperopt.chained import ChainedOptimizer, build_optimizer
 
