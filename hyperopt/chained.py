@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperopt.adamw import DistributedAdamW
-from hyperopt.distributed import DistributedOptimizer, clean_fqn
+from hyperopt.assembly import clean_fqn
+from hyperopt.distributed import DistributedOptimizer
 from hyperopt.muon import Muon
 from hyperopt.ownership import (
     GroupRow,

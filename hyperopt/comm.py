@@ -6,7 +6,6 @@ every dtype works on every backend.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -179,91 +178,3 @@ def publish(buffer: Tensor, owner: int, seat: Seat) -> Pending:
         buffer.view(torch.uint8), seat.peers[owner], group=seat.replica_group, async_op=True
     )
     return Pending(buffer, work)
-
-
-# --------------------------------------------------------------------------------------- preflight
-
-_PRESENT, _ABSENT, _UNKNOWN = 1, 2, 3
-
-
-class PreflightError(RuntimeError):
-    """The ranks disagree, or one of them cannot step. Raised on all of them, before data moves."""
-
-
-def presence(gradient: Tensor | None, local: Tensor) -> int:
-    """What a rank knows of a gradient: a rank without elements takes its peers' answer."""
-    if gradient is not None:
-        return _PRESENT
-    return _ABSENT if local.numel() else _UNKNOWN
-
-
-def agree_on_presence(
-    answers: Sequence[int],
-    names: Sequence[str],
-    digest: bytes,
-    problem: str | None,
-    group: dist.ProcessGroup | None,
-) -> list[bool]:
-    """Which parameters step, the same on every rank of a control group.
-
-    One all-reduce of fixed size carries a status, the digest of the plan and a hash of the answers,
-    so that ranks with different plans cannot meet in collectives of different sizes. Only where
-    hashes differ or a rank does not know, the answers themselves follow. Raises PreflightError on
-    every rank where one has a problem, plans differ, or answers are mixed.
-    """
-    if group is None:
-        if problem:
-            raise PreflightError(problem)
-        return [answer == _PRESENT for answer in answers]
-    unknown = _UNKNOWN in answers
-    code = int.from_bytes(hashlib.blake2b(bytes(answers), digest_size=7).digest(), "big")
-    plan = int.from_bytes(digest[:7], "big")
-    lowest = torch.iinfo(torch.int64).min
-    known = (lowest, lowest) if unknown else (code, -code)
-    flags = torch.tensor([problem is not None, unknown, plan, -plan, *known], dtype=torch.int64)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    failed, any_unknown, plan_max, plan_min, code_max, code_min = flags.tolist()
-    if failed or plan_max != -plan_min:
-        _raise_problem(problem, digest, group)
-    if not any_unknown and code_max == -code_min:
-        return [answer == _PRESENT for answer in answers]
-    return _agree_in_detail(answers, names, group)
-
-
-def _agree_in_detail(
-    answers: Sequence[int], names: Sequence[str], group: dist.ProcessGroup
-) -> list[bool]:
-    """Exchange all answers; empty shards take their peers'."""
-    votes = torch.tensor([[a == _PRESENT, a == _ABSENT] for a in answers], dtype=torch.uint8)
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-    mixed = [i for i, (yes, no) in enumerate(votes.tolist()) if yes and no]
-    if mixed:
-        everyone = _gather_objects([answers[i] for i in mixed], group)
-        ranks = dist.get_process_group_ranks(group)
-        lines = [
-            f"{names[i]} (none on ranks "
-            f"{[ranks[k] for k, theirs in enumerate(everyone) if theirs[at] == _ABSENT]})"
-            for at, i in enumerate(mixed[:10])
-        ]
-        raise PreflightError(
-            "a gradient exists on some ranks only, nothing was changed: "
-            + "; ".join(lines)
-            + (f"; and {len(mixed) - 10} more" if len(mixed) > 10 else "")
-            + ". Every rank must run backward through the same parameters"
-        )
-    return [bool(yes) for yes, _ in votes.tolist()]
-
-
-def _raise_problem(problem: str | None, digest: bytes, group: dist.ProcessGroup) -> None:
-    """Tell every rank what is wrong, and where."""
-    everyone = _gather_objects((problem, digest), group)
-    ranks = dist.get_process_group_ranks(group)
-    problems = [f"rank {r}: {p}" for r, (p, _) in zip(ranks, everyone, strict=True) if p]
-    if problems:
-        raise PreflightError("the step was refused, nothing was changed: " + "; ".join(problems))
-    others = [r for r, (_, d) in zip(ranks, everyone, strict=True) if d != everyone[0][1]]
-    raise PreflightError(
-        f"the plans of ranks {others} differ from rank {ranks[0]}'s: every rank must give the same "
-        "parameters, groups and options in the same order (after a change of groups call "
-        "reset_optimizer_parameters() on every rank)"
-    )

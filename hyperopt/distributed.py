@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hyperopt import comm
-from hyperopt.executor import Executor, StepInput
+from hyperopt.assembly import Assembly, assemble, group_names
+from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, to_json
-from hyperopt.layout import Layout, layout_of, local_tensor
+from hyperopt.layout import local_tensor
 from hyperopt.ownership import (
     GroupRow,
-    MeshSpec,
     OwnedTensor,
     Ownership,
     ParameterPlacement,
     StateEntry,
     held_boxes,
 )
-from hyperopt.plan import (
-    LayoutPlan,
-    ParameterSpec,
-    PlanConfig,
-    ReplicaCount,
-    StepPlan,
-    build_plan,
-    resolve_replica_count,
-)
+from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.preflight import agree_on_gradients
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
@@ -52,21 +43,6 @@ from hyperopt.state import (
 logger = logging.getLogger(__name__)
 
 _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def clean_fqn(name: str) -> str:
-    """A parameter name without the prefixes of torch.compile, activation checkpointing and DDP."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Domain:
-    """Ranks that step together: one mesh's ranks, and the parameters that live on them."""
-
-    group: dist.ProcessGroup | None
-    members: tuple[int, ...]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -108,9 +84,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replicate_group = replicate_group
         self._plan_config = plan or PlanConfig()
         self._store = StateStore()
-        self._executor: Executor | None = None
+        self._groups_changed = False
         super().__init__(params, defaults)
-        self._prepare()
+        self._assembly = self._assemble()
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -128,11 +104,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if not self._rule.step_per_parameter:
-            group.setdefault("step", 0)
-        self._executor = None
+            group.setdefault(STEP, 0)
+        self._groups_changed = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        names = self._group_names(group)
+        names = group_names(group)
         for name, parameter in zip(names, group["params"], strict=True):
             if parameter.is_complex():
                 raise ValueError(f"{name} is complex; only real parameters are supported")
@@ -142,135 +118,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def reset_optimizer_parameters(self) -> None:
         """Plan again after a change of groups. Collective. Momentum is kept: state moves to its new
-        owner."""
-        old = self._plan_owner
-        states: States = {}
-        if old is not None:
-            known = list(self._planned_parameters)
-            states = gather_states(old.plan, old.seats, self._store, known)
-        positions = {p: i for i, p in enumerate(self._parameters())}
-        moved = {positions[self._planned_parameters[i]]: s for i, s in states.items()}
-        entries = {
-            positions[self._planned_parameters[i]]: e for i, e in self._store.entries.items()
-        }
-        self._prepare()
+        owner.
+
+        Raises:
+            ValueError: before anything changes, when a parameter that has state is gone from the
+                groups, or when the new groups cannot be planned.
+        """
+        old = self._assembly
+        positions = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
+        if gone:
+            raise ValueError(f"parameters with state are no longer in any group: {gone}")
+        new = self._assemble()
+        states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
+        entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
+        self._assembly = new
         self._store.clear()
         self._store.entries.update(entries)
-        for index, state in moved.items():
-            if self._owns(index):
-                self._store.owned[index] = {k: v.clone() for k, v in state.items()}
+        for index, state in states.items():
+            place = positions[old.parameters[index]]
+            if new.owns(place):
+                self._store.owned[place] = state
 
-    def _prepare(self) -> None:
-        """Build the plan, take seats, and find who must agree before a step. Collective."""
-        parameters = self._parameters()
-        hosts = comm.gather_hosts()
-        layouts: list[Layout] = []
-        for parameter in parameters:
-            layout = layout_of(parameter, self._replicate_group)
-            if layout not in layouts:
-                layouts.append(layout)
-        plans = [self._plan_layout(layout, hosts) for layout in layouts]
-        specs = self._specs(parameters, layouts)
-        plan = build_plan(specs, plans, self._plan_config, whole_matrices=self._rule.whole_matrices)
-        seats = comm.take_seats(plan.layouts, parameters)
-        self._executor = Executor(plan, self._rule, seats)
-        self._plan_owner: Executor | None = self._executor
-        self._planned_parameters = parameters
-        self._domains = self._find_domains(plan)
-        self._digest = plan.digest()
-        self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
-            parameters, self._rule.state_keys, self._store
+    def _assemble(self) -> Assembly:
+        assembly = assemble(
+            self.param_groups,
+            self._rule,
+            self._replica_count,
+            self._replicate_group,
+            self._plan_config,
         )
-        self._check_shapes()
+        self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
+            assembly.parameters, self._rule.state_keys, self._store
+        )
+        self._groups_changed = False
         if comm.current_rank() == 0:
-            logger.info("%s: %s", type(self).__name__, plan.summary())
+            logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
+        return assembly
 
-    def _plan_layout(self, layout: Layout, hosts: Sequence[str] | None) -> LayoutPlan:
-        ranks = layout.rank_table()
-        known = hosts if layout.mesh is not None else None
-        return LayoutPlan(layout, ranks, resolve_replica_count(self._replica_count, ranks, known))
-
-    def _specs(
-        self, parameters: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> list[ParameterSpec]:
-        groups = [i for i, g in enumerate(self.param_groups) for _ in g["params"]]
-        specs = []
-        for name, parameter, group in zip(self._names(), parameters, groups, strict=True):
-            hyper = self.param_groups[group]
-            wire = self._rule.wire_dtype(parameter, hyper)
-            shape = tuple(parameter.shape)
-            specs.append(
-                ParameterSpec(
-                    fqn=name,
-                    shape=shape,
-                    layout=layouts.index(layout_of(parameter, self._replicate_group)),
-                    group=group,
-                    cost=self._rule.cost(shape, parameter.element_size(), hyper),
-                    wire=str(wire).removeprefix("torch."),
-                    wire_itemsize=wire.itemsize,
-                )
-            )
-        return specs
-
-    def _check_shapes(self) -> None:
-        """Each rank's real shards must be those that the plan computes for it."""
-        executor = self._ready()
-        for slot, parameter in zip(executor.plan.slots, self._planned_parameters, strict=True):
-            spec = executor.plan.parameters[slot.parameter]
-            shard = executor.seats[spec.layout].shard
-            with torch.no_grad():
-                found = local_tensor(parameter).numel()
-            if found != slot.elements[shard]:
-                raise ValueError(
-                    f"{spec.fqn}: this rank holds {found} elements, its placement means "
-                    f"{slot.elements[shard]}"
-                )
-
-    def _find_domains(self, plan: StepPlan) -> list[_Domain]:
-        """The sets of ranks that must agree, each with its parameters; one control group each."""
-        members: dict[tuple[int, ...], list[int]] = {}
-        for index, spec in enumerate(plan.parameters):
-            layout = plan.layouts[spec.layout]
-            ranks = layout.all_ranks() if layout.layout.mesh is not None else ()
-            members.setdefault(ranks, []).append(index)
-        domains = [
-            _Domain(comm.control_group(ranks), tuple(indices))
-            for ranks, indices in sorted(members.items())
-        ]
-        digest = plan.digest()
-        for domain in domains:
-            if len(set(comm.gather_objects(digest, domain.group))) > 1:
-                raise ValueError(
-                    "ranks of one mesh were given different parameters, groups or options; "
-                    f"rank {comm.current_rank()} has {len(plan.parameters)} parameters"
-                )
-        return domains
-
-    def _ready(self) -> Executor:
-        if self._executor is None:
+    def _ready(self) -> Assembly:
+        if self._groups_changed:
             raise RuntimeError(
                 "parameter groups changed: call reset_optimizer_parameters() on every rank"
             )
-        return self._executor
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _names(self) -> list[str]:
-        return [name for group in self.param_groups for name in self._group_names(group)]
-
-    def _group_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Clean FQNs; numbers within the group where no names were given."""
-        names = group.get("param_names")
-        if names is None:
-            return [f"parameter {i}" for i in range(len(group["params"]))]
-        return [clean_fqn(name) for name in names]
-
-    def _owns(self, index: int) -> bool:
-        executor = self._ready()
-        slot = executor.plan.slots[index]
-        layout = executor.plan.parameters[index].layout
-        return slot.owner == executor.seats[layout].coordinate
+        return self._assembly
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -291,16 +182,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        executor = self._ready()
-        active = self._preflight()
+        ready = self._ready()
+        active = agree_on_gradients(ready.parameters, ready.names, ready.domains, ready.digest)
         gradients = self._active_gradients(active)
         self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
-                group["step"] += 1
-        executor.step(
+                group[STEP] += 1
+        ready.executor.step(
             StepInput(
-                [local_tensor(p) for p in self._planned_parameters],
+                [local_tensor(p) for p in ready.parameters],
                 gradients,
                 self._store.owned,
                 self.param_groups,
@@ -308,43 +199,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         return loss
 
-    def _preflight(self) -> list[bool]:
-        parameters, names = self._planned_parameters, self._names()
-        problem = self._find_problem(parameters, names)
-        active = [False] * len(parameters)
-        for domain in self._domains:
-            answers = [
-                comm.presence(parameters[i].grad, local_tensor(parameters[i]))
-                for i in domain.members
-            ]
-            agreed = comm.agree_on_presence(
-                answers, [names[i] for i in domain.members], self._digest, problem, domain.group
-            )
-            for i, steps in zip(domain.members, agreed, strict=True):
-                active[i] = steps
-        return active
-
-    def _find_problem(self, parameters: Sequence[Tensor], names: Sequence[str]) -> str | None:
-        """What keeps this rank from stepping, in words, or None."""
-        for name, parameter in zip(names, parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout != torch.strided:
-                return f"{name} has a sparse gradient ({gradient.layout}); use dense gradients"
-            if isinstance(gradient, DTensor) != isinstance(parameter, DTensor) or (
-                isinstance(gradient, DTensor)
-                and isinstance(parameter, DTensor)
-                and gradient.placements != parameter.placements
-            ):
-                return f"{name} has a gradient that is placed differently from the parameter"
-        return None
-
     def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty
         one."""
         gradients: dict[int, Tensor] = {}
-        for index, parameter in enumerate(self._planned_parameters):
+        for index, parameter in enumerate(self._assembly.parameters):
             if active[index]:
                 gradient = parameter.grad
                 local = local_tensor(parameter)
@@ -360,12 +219,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 continue
             with torch.device("meta"):
                 shapes = self._rule.new_state(
-                    torch.empty(0, dtype=self._planned_parameters[index].dtype),
+                    torch.empty(0, dtype=self._assembly.parameters[index].dtype),
                     torch.empty(0, dtype=gradient.dtype),
                 )
             self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
-            if self._owns(index):
-                local = local_tensor(self._planned_parameters[index])
+            if self._assembly.owns(index):
+                local = local_tensor(self._assembly.parameters[index])
                 self._store.owned[index] = self._rule.new_state(local, gradient)
 
     # --------------------------------------------------------------------------------- torch's form
@@ -375,12 +234,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Tensors of sharded parameters are DTensors like them. State that does not exist is absent.
         """
-        executor = self._ready()
+        ready = self._ready()
         with torch.no_grad():
-            states = gather_states(
-                executor.plan, executor.seats, self._store, self._planned_parameters
-            )
-            state = wrap_states(states, self._planned_parameters)
+            states = gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
+            state = wrap_states(states, ready.parameters)
         groups, first = [], 0
         for group in self.param_groups:
             packed = {k: v for k, v in group.items() if k != "params"}
@@ -399,18 +256,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: before anything changes, when groups, names, keys or shapes do not fit.
         """
-        executor = self._ready()
-        names = self._names()
-        parsed = parse_state_dict(state_dict, [self._group_names(g) for g in self.param_groups])
+        ready = self._ready()
+        parsed = parse_state_dict(state_dict, [group_names(g) for g in self.param_groups])
         states: States = {}
         for index, state in sorted(parsed.states.items()):
-            self._check_keys(names[index], state)
-            spec = executor.plan.parameters[index]
-            layout = executor.plan.layouts[spec.layout].layout
-            boxes = layout.shard_boxes(spec.shape)[executor.seats[spec.layout].shard]
-            parameter = self._planned_parameters[index]
+            name = ready.names[index]
+            self._check_keys(name, state)
             states[index] = {
-                key: local_part(state[key], parameter, boxes, f"{names[index]}.{key}")
+                key: local_part(
+                    state[key], ready.parameters[index], ready.boxes(index), f"{name}.{key}"
+                )
                 for key in self._rule.state_keys
             }
         merged = self._merge_groups(parsed.groups)
@@ -419,7 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._store.clear()
         for index, local in states.items():
             self._store.entries[index] = {key: t.dtype for key, t in local.items()}
-            if self._owns(index):
+            if self._assembly.owns(index):
                 self._store.owned[index] = local
 
     def _check_keys(self, name: str, state: Mapping[str, Any]) -> None:
@@ -439,14 +294,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             candidate = {**group, **values}
             if not self._rule.step_per_parameter:
                 candidate["step"] = int(group["step"] if step is None else step)
-            self.validate_group(candidate, self._group_names(group))
+            self.validate_group(candidate, group_names(group))
             merged.append({k: v for k, v in candidate.items() if k != "params"})
         return merged
 
     def _agree_on_steps(self, steps: Sequence[Any]) -> list[Any]:
         """Ranks that know no step take the others'. Raises ValueError where ranks disagree."""
         known = [None if step is None else int(step) for step in steps]
-        for domain in self._domains:
+        for domain in self._assembly.domains:
             everyone = comm.gather_objects(known, domain.group)
             for number in range(len(known)):
                 values = {row[number] for row in everyone} - {None}
@@ -461,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def owned_state(self) -> dict[str, OwnedTensor]:
         """This rank's pieces of every existing state tensor; live tensors, no collective."""
         placements = self.parameter_placements()
-        names, rank, world = self._names(), comm.current_rank(), _world_size()
+        names, rank, world = self._assembly.names, comm.current_rank(), _world_size()
         out: dict[str, OwnedTensor] = {}
         for index, state in sorted(self._store.owned.items()):
             placement = placements[names[index]]
@@ -478,7 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the parameter and key, when a piece does not fit.
         """
-        names = self._names()
+        names = self._assembly.names
         split = {name: i for i, name in enumerate(names)}
         placements = self.parameter_placements()
         rank, world = comm.current_rank(), _world_size()
@@ -488,12 +343,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if name not in split or key not in self._rule.state_keys:
                 raise ValueError(f"{full_key!r} is not a state of this optimizer")
             boxes = held_boxes(placements[name], owned.global_shape, rank, world)
-            local = local_tensor(self._planned_parameters[split[name]])
+            local = local_tensor(self._assembly.parameters[split[name]])
             try:
                 tensor = from_pieces(owned, boxes, state_shape(key, local.shape), local.device)
             except ValueError as error:
                 raise ValueError(f"{full_key}: {error}") from error
-            if self._owns(split[name]):
+            if self._assembly.owns(split[name]):
                 states.setdefault(split[name], {})[key] = tensor
         for index, state in states.items():
             self._check_keys(names[index], state)
@@ -502,12 +357,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_table(self) -> dict[str, StateEntry]:
         """Every state tensor that exists on its owners; the same on all ranks of a mesh."""
-        names = self._names()
+        names = self._assembly.names
         return {
             f"{names[index]}.{key}": StateEntry(
                 names[index],
                 key,
-                state_shape(key, self._planned_parameters[index].shape),
+                state_shape(key, self._assembly.parameters[index].shape),
                 str(dtype).removeprefix("torch."),
             )
             for index, entry in sorted(self._store.entries.items())
@@ -516,7 +371,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
         """Note which state exists, after `load_owned_state`."""
-        indices = {name: i for i, name in enumerate(self._names())}
+        indices = {name: i for i, name in enumerate(self._assembly.names)}
         self._store.entries.clear()
         for entry in table.values():
             known = self._store.entries.setdefault(indices[entry.fqn], {})
@@ -527,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [
             GroupRow(
                 str(number),
-                tuple(self._group_names(group)),
+                tuple(group_names(group)),
                 {k: to_json(v) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
                 None if self._rule.step_per_parameter else int(group["step"]),
             )
@@ -554,7 +409,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             saved.append({**values, "step": other.step})
         for group, values in zip(self.param_groups, saved, strict=True):
             step = values.pop("step")
-            self.validate_group({**group, **values}, self._group_names(group))
+            self.validate_group({**group, **values}, group_names(group))
             group.update(values)
             if step is not None and not self._rule.step_per_parameter:
                 group["step"] = int(step)
@@ -570,23 +425,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "checkpoints need parameter names: give the optimizer (name, parameter) pairs, "
                 "such as model.named_parameters()"
             )
-        plan = self._ready().plan
-        slots = plan.ownership().slots
-        return {
-            spec.fqn: _placement(plan.layouts[spec.layout], spec.shape, slots[index : index + 1])
-            for index, spec in enumerate(plan.parameters)
-        }
+        return self._ready().placements()
 
     def ownership(self) -> list[Ownership]:
         """The owner map, with its imbalance."""
         return [self._ready().plan.ownership()]
-
-
-def _placement(
-    plan: LayoutPlan, shape: tuple[int, ...], slots: tuple[Any, ...]
-) -> ParameterPlacement:
-    mesh: MeshSpec | None = plan.layout.mesh
-    return ParameterPlacement(shape, mesh, plan.layout.placements, slots, plan.replica_count)
 
 
 def _world_size() -> int:

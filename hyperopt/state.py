@@ -233,8 +233,8 @@ def _send(
     publish(buffer, owner, seat).wait()
     if not own:
         for index, key, view in views:
-            # A copy: a DTensor around a view at an offset cannot be deep-copied, and one tensor that
-            # is kept would keep the whole buffer.
+            # A copy: a DTensor around a view at an offset cannot be deep-copied, and one tensor
+            # that is kept would keep the whole buffer.
             states.setdefault(index, {})[key] = view.clone()
 
 

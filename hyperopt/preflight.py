@@ -1,0 +1,155 @@
+"""The preflight of a step: who has gradients, do the plans agree, can everybody step?
+
+Answers are agreed on before any data moves, any counter advances or any buffer changes, so that
+asymmetric input raises on all ranks instead of hanging some of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hyperopt.comm import gather_objects
+from hyperopt.layout import local_tensor
+
+_PRESENT, _ABSENT, _UNKNOWN = 1, 2, 3
+
+
+class PreflightError(RuntimeError):
+    """The ranks disagree, or one of them cannot step. Raised on all of them, before data moves."""
+
+
+def presence(gradient: Tensor | None, local: Tensor) -> int:
+    """What a rank knows of a gradient: a rank without elements takes its peers' answer."""
+    if gradient is not None:
+        return _PRESENT
+    return _ABSENT if local.numel() else _UNKNOWN
+
+
+def agree_on_presence(
+    answers: Sequence[int],
+    names: Sequence[str],
+    digest: bytes,
+    problem: str | None,
+    group: dist.ProcessGroup | None,
+) -> list[bool]:
+    """Which parameters step, the same on every rank of a control group.
+
+    One all-reduce of fixed size carries a status, the digest of the plan and a hash of the answers,
+    so that ranks with different plans cannot meet in collectives of different sizes. Only where
+    hashes differ or a rank does not know, the answers themselves follow. Raises PreflightError on
+    every rank where one has a problem, plans differ, or answers are mixed.
+    """
+    if group is None:
+        if problem:
+            raise PreflightError(problem)
+        return [answer == _PRESENT for answer in answers]
+    unknown = _UNKNOWN in answers
+    code = int.from_bytes(hashlib.blake2b(bytes(answers), digest_size=7).digest(), "big")
+    plan = int.from_bytes(digest[:7], "big")
+    lowest = torch.iinfo(torch.int64).min
+    known = (lowest, lowest) if unknown else (code, -code)
+    flags = torch.tensor([problem is not None, unknown, plan, -plan, *known], dtype=torch.int64)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    failed, any_unknown, plan_max, plan_min, code_max, code_min = flags.tolist()
+    if failed or plan_max != -plan_min:
+        _raise_problem(problem, digest, group)
+    if not any_unknown and code_max == -code_min:
+        return [answer == _PRESENT for answer in answers]
+    return _agree_in_detail(answers, names, group)
+
+
+def _agree_in_detail(
+    answers: Sequence[int], names: Sequence[str], group: dist.ProcessGroup
+) -> list[bool]:
+    """Exchange all answers; empty shards take their peers'."""
+    votes = torch.tensor([[a == _PRESENT, a == _ABSENT] for a in answers], dtype=torch.uint8)
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+    mixed = [i for i, (yes, no) in enumerate(votes.tolist()) if yes and no]
+    if mixed:
+        everyone = gather_objects([answers[i] for i in mixed], group)
+        ranks = dist.get_process_group_ranks(group)
+        lines = [
+            f"{names[i]} (none on ranks "
+            f"{[ranks[k] for k, theirs in enumerate(everyone) if theirs[at] == _ABSENT]})"
+            for at, i in enumerate(mixed[:10])
+        ]
+        raise PreflightError(
+            "a gradient exists on some ranks only, nothing was changed: "
+            + "; ".join(lines)
+            + (f"; and {len(mixed) - 10} more" if len(mixed) > 10 else "")
+            + ". Every rank must run backward through the same parameters"
+        )
+    return [bool(yes) for yes, _ in votes.tolist()]
+
+
+def _raise_problem(problem: str | None, digest: bytes, group: dist.ProcessGroup) -> None:
+    """Tell every rank what is wrong, and where."""
+    everyone = gather_objects((problem, digest), group)
+    ranks = dist.get_process_group_ranks(group)
+    problems = [f"rank {r}: {p}" for r, (p, _) in zip(ranks, everyone, strict=True) if p]
+    if problems:
+        raise PreflightError("the step was refused, nothing was changed: " + "; ".join(problems))
+    others = [r for r, (_, d) in zip(ranks, everyone, strict=True) if d != everyone[0][1]]
+    raise PreflightError(
+        f"the plans of ranks {others} differ from rank {ranks[0]}'s: every rank must give the same "
+        "parameters, groups and options in the same order (after a change of groups call "
+        "reset_optimizer_parameters() on every rank)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Ranks that step together: the control group of one mesh, and the parameters that live there.
+
+    `group` is None where the parameters share nothing.
+    """
+
+    group: dist.ProcessGroup | None
+    members: tuple[int, ...]
+
+
+def agree_on_gradients(
+    parameters: Sequence[Tensor], names: Sequence[str], domains: Sequence[Domain], digest: bytes
+) -> list[bool]:
+    """Which parameters step, by index and the same on every rank. Collective.
+
+    Raises PreflightError on every rank of a domain where they disagree or one of them cannot step.
+    """
+    problem = find_problem(parameters, names)
+    active = [False] * len(parameters)
+    for domain in domains:
+        answers = [
+            presence(parameters[i].grad, local_tensor(parameters[i])) for i in domain.members
+        ]
+        members = [names[i] for i in domain.members]
+        agreed = agree_on_presence(answers, members, digest, problem, domain.group)
+        for i, steps in zip(domain.members, agreed, strict=True):
+            active[i] = steps
+    return active
+
+
+def find_problem(parameters: Sequence[Tensor], names: Sequence[str]) -> str | None:
+    """What keeps this rank from stepping, in words, or None."""
+    for name, parameter in zip(names, parameters, strict=True):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            return f"{name} has a sparse gradient ({gradient.layout}); use dense gradients"
+        if _placements(gradient) != _placements(parameter):
+            return (
+                f"{name} has a gradient with placements {_placements(gradient)}, the parameter "
+                f"has {_placements(parameter)}"
+            )
+    return None
+
+
+def _placements(tensor: Tensor) -> object:
+    return tensor.placements if isinstance(tensor, DTensor) else None
