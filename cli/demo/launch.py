@@ -18,7 +18,7 @@ from ckpt.errors import CheckpointError
 from cli.demo.job import Job, Message, RankFailed, RankResult, StepDone
 
 _TRAIN = "cli.demo.train"
-_PATIENCE = 300.0  # seconds for one run: a hang must not look like slow training
+_PATIENCE = 300.0  # seconds for one run, which takes about 15: a hang must not go on for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _watch(
         waiting = [c for rank, c in enumerate(ranks.connections) if rank not in ranks.results]
         ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise CheckpointError(f"a run of the demo hung: nothing for {_PATIENCE:.0f} s; stopped")
+            raise CheckpointError(f"a run of the demo was not done after {_PATIENCE:.0f} s; stopped")
         for connection in ready:
             rank = ranks.connections.index(connection)  # type: ignore[arg-type]
             message = _receive(ranks, rank)
