@@ -10,7 +10,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec
 import typer
 
 from ckpt.errors import UsageError
-from cli.output import Format, Session
+from cli.output import Format, Session, show_warnings
 
 P = ParamSpec("P")
 
@@ -39,6 +39,7 @@ def _shared(
     del debug
     if json_output and output is Format.JSONL:
         raise UsageError("--json and -o jsonl contradict each other; give one of them")
+    show_warnings(quiet)
     return Session(Format.JSON if json_output else output, quiet, progress)
 
 

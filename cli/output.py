@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -80,6 +81,24 @@ class Session:
         from cli.progress import bar, status_lines
 
         return bar(stage, total) if sys.stderr.isatty() else status_lines(stage, total, sys.stderr)
+
+
+def show_warnings(quiet: bool) -> None:
+    """Send what `ckpt` logs to stderr: warnings, with --quiet errors only."""
+    logger = logging.getLogger("ckpt")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogLine())
+    handler.setLevel(logging.ERROR if quiet else logging.WARNING)
+    logger.addHandler(handler)
+
+
+class _LogLine(logging.Formatter):
+    """`warning: message`, on one line and safe to show."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {printable(record.getMessage())}"
 
 
 def _ignore(_count: int) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt.errors import NotFoundError
 from cli.output import Column, Session, make_table
 from cli.units import age_text, size_text, topology_text
 
@@ -36,7 +37,10 @@ def ls(
     from ckpt.runs import scan
     from ckpt.storage import open_storage
 
-    entries = scan(open_storage(root))
+    storage = open_storage(root)
+    entries = scan(storage)
+    if not entries and not storage.exists(""):
+        raise NotFoundError(f"{root}: there is no such directory")
     rows = [_row(entry) for entry in entries]
 
     def render(console: Console) -> None:

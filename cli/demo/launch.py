@@ -97,7 +97,9 @@ def _watch(
         waiting = [c for rank, c in enumerate(ranks.connections) if rank not in ranks.results]
         ready = wait(waiting, timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise CheckpointError(f"a run of the demo was not done after {_PATIENCE:.0f} s; stopped")
+            raise CheckpointError(
+                f"a run of the demo was not done after {_PATIENCE:.0f} s; stopped"
+            )
         for connection in ready:
             rank = ranks.connections.index(connection)  # type: ignore[arg-type]
             message = _receive(ranks, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from ckpt.errors import UsageError
 from cli.options import with_session
-from cli.output import Column, Format, Session, bar_text, make_table
+from cli.output import Column, Format, Session, bar_text, make_table, show_warnings
 from cli.progress import status_lines
 
 ROWS = [{"n": 1}, {"n": 2}]
@@ -62,6 +63,17 @@ def test_notes_go_to_stderr_unless_quiet(capsys: pytest.CaptureFixture[str]) -> 
     Session(quiet=True).note("not here")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "here\n")
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(False, "warning: skipping \\x1b[2J\n"), (True, "")])
+def test_warnings_of_the_library_go_to_stderr(
+    quiet: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_warnings(quiet=False)
+    show_warnings(quiet)
+    logging.getLogger("ckpt.runs").warning("skipping %s", "\x1b[2J")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", shown)
 
 
 def test_cells_are_never_cut_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
