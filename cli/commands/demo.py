@@ -58,14 +58,22 @@ def demo(
     if dry_run:
         session.emit("demo-plan/1", {"stages": _STAGES.splitlines()[1:]}, _print_stages)
         return
-    from cli.demo.plot import check_picture, save_picture
-    from cli.demo.results import Schedule, judge
+    from cli.demo.plot import check_picture
+    from cli.demo.results import Schedule
     from cli.demo.story import Teller
 
     if plot is not None:
         check_picture(plot)
     with _workplace(keep) as directory:
         story = Teller(Path(directory), Schedule(), session.note).tell()
+    present(session, story, plot)
+
+
+def present(session: Session, story: Story, plot: Path | None) -> None:
+    """Judge the runs, print them, save the picture if one is wanted; exit code 1 if they failed."""
+    from cli.demo.plot import save_picture
+    from cli.demo.results import judge
+
     verdict = judge(story.runs)
     if plot is not None:
         save_picture(plot, story.runs, story.killed.losses)
@@ -123,11 +131,15 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
         row["run"],
         row["topology"],
         row["ranks"],
-        f"{row['loss_20']:.4f}",
-        f"{row['loss_40']:.4f}",
+        _loss(row["loss_20"]),
+        _loss(row["loss_40"]),
         f"{row['max_loss_difference']:.1e}",
         "yes" if row["bit_identical"] else "no",
         size_text(row["state_bytes_per_rank"]),
         size_text(row["bytes_read"]),
         row["seconds"],
     )
+
+
+def _loss(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

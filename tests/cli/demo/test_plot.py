@@ -9,7 +9,6 @@ import pytest
 from ckpt.errors import DestinationExistsError, UsageError
 from cli.demo.plot import check_picture, save_picture, terminal_plot
 from cli.demo.results import Run
-from cli.main import main
 
 CURVE = {step: 5.0 - step / 10 for step in range(41)}
 RUNS = [
@@ -56,9 +55,3 @@ def test_a_picture_needs_its_directory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match="no directory"):
         check_picture(tmp_path / "missing" / "curves.png")
-
-
-def test_dry_run_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--dry-run", "--keep", str(tmp_path / "kept")]) == 0
-    assert "SIGKILL at step 25" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
