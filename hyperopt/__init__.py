@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hyperopt.adamw import DistributedAdamW
     from hyperopt.chained import ChainedOptimizer, build_optimizer, split_params
     from hyperopt.muon import Muon
-    from hyperopt.orthogonalize import orthogonalize
+    from hyperopt.newton_schulz import orthogonalize
     from hyperopt.plan import PlanConfig
 
 __all__ = [
@@ -31,7 +31,7 @@ _MODULES = {
     "Muon": "hyperopt.muon",
     "PlanConfig": "hyperopt.plan",
     "build_optimizer": "hyperopt.chained",
-    "orthogonalize": "hyperopt.orthogonalize",
+    "orthogonalize": "hyperopt.newton_schulz",
     "split_params": "hyperopt.chained",
 }
 

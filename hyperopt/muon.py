@@ -10,12 +10,10 @@ import torch.distributed as dist
 
 from hyperopt.distributed import DistributedOptimizer
 from hyperopt.hyperparameters import check_bool, check_choice, check_number
-from hyperopt.orthogonalize import resolve_coefficients
+from hyperopt.newton_schulz import ALGORITHMS, DTYPES, resolve_coefficients
 from hyperopt.plan import PlanConfig, ReplicaCount
 from hyperopt.rules import MuonRule, momentum_pair
 
-NS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-NS_ALGORITHMS = ("auto", "standard", "gram")
 ZERO_RMS_SCALE_MODES = ("zero", "use_lr")
 
 
@@ -103,8 +101,8 @@ class Muon(DistributedOptimizer):
             check_bool(option, group[option])
         _check_momentum(group["momentum"])
         resolve_coefficients(group["ns_variant"], group["ns_steps"], group["ns_coefficients"])
-        check_choice("ns_dtype", group["ns_dtype"], NS_DTYPES)
-        check_choice("ns_algorithm", group["ns_algorithm"], NS_ALGORITHMS)
+        check_choice("ns_dtype", group["ns_dtype"], DTYPES)
+        check_choice("ns_algorithm", group["ns_algorithm"], ALGORITHMS)
         check_choice("zero_rms_scale_mode", group["zero_rms_scale_mode"], ZERO_RMS_SCALE_MODES)
         flat = [name for name, p in zip(names, group["params"], strict=True) if p.dim() < 2]
         if flat:

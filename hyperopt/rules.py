@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hyperopt.layout import matrix_shape
-from hyperopt.orthogonalize import newton_schulz, resolve_coefficients
+from hyperopt.newton_schulz import newton_schulz, resolve_coefficients
 from hyperopt.ownership import newton_schulz_cost
 
 Hyperparameters = Mapping[str, Any]
@@ -214,7 +214,7 @@ class MuonRule:
                 dtype=hyper["ns_dtype"],
                 algorithm=hyper["ns_algorithm"],
             )
-            parts = result.split([len(view) for view in views])
+            parts = torch.split(result, [len(view) for view in views])
             torch._foreach_copy_([out[i].reshape(-1, rows, columns) for i in members], list(parts))
 
     def finish(self, batch: Batch, payload: Sequence[Tensor], *, owner: bool) -> None:

@@ -27,7 +27,7 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("orthogonalize", "layout", "hyperparameters"),
+        ("newton_schulz", "layout", "hyperparameters"),
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight"),

@@ -253,13 +253,16 @@ def _orthogonalize_block(
 
 def _normalize(source: Tensor, epsilon: float, *, out: Tensor) -> None:
     """`source`, rounded to the dtype of `out`, over its Frobenius norm. The norm and the quotient
-    are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    rounded = source.to(out.dtype)
-    norm = torch.linalg.vector_norm(rounded, dim=(-2, -1), keepdim=True, dtype=wide)
+    are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %. Through a
+    wide copy, since mixed-dtype norms and quotients are three to six times slower on a CPU."""
+    wide = source.to(out.dtype).to(torch.promote_types(out.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     norm.add_(epsilon)
     norm.masked_fill_(norm == 0, 1.0)
-    torch.div(rounded, norm, out=out)
+    if wide.dtype == out.dtype:
+        torch.div(wide, norm, out=out)
+    else:
+        out.copy_(wide.div_(norm))
 
 
 def _polynomial(group: Coefficients, small: Tensor) -> tuple[float, Tensor]:
