@@ -1,11 +1,17 @@
-"""Where checkpoints lie: one protocol, with a local and an fsspec implementation."""
+"""Where checkpoints lie: one protocol; `open_storage` gives the implementation for a path or URL.
+
+`ckpt.storage_local` has directories, `ckpt.storage_fsspec` has object stores and `memory://`.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
+
+from ckpt.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,8 @@ class Storage(Protocol):
         """Create a directory and its parents; nothing if it exists. A no-op on object stores."""
 
     def create(self, name: str) -> AbstractContextManager[Writer]:
-        """Write a new file. On a clean exit it is flushed, and durable (fsync) where that exists;
-        after an exception it is removed. Parents are made."""
+        """Write a new file (FileExistsError if there is one). On a clean exit it is flushed, and
+        durable (fsync) where that exists; after an exception it is removed. Parents are made."""
 
     def create_exclusive(self, name: str, data: bytes) -> None:
         """Write a small file if it does not exist, atomically, else FileExistsError."""
@@ -69,13 +75,32 @@ class Storage(Protocol):
         """All files below, with names relative to `name`."""
 
     def rename(self, source: str, destination: str) -> None:
-        """Rename a file or directory. Raises FileExistsError if the destination exists."""
+        """Rename a file or directory. Raises FileExistsError if the destination exists, and
+        UsageError where `atomic_rename` is false: object stores would copy every byte."""
 
     def link(self, source: Storage, source_name: str, name: str) -> bool:
-        """Make `name` share the data of another storage's file, uncopied; False if it can't."""
+        """Make `name` share the data of another storage's file, or have the store copy it, without
+        a byte passing through here; False if it can't. FileExistsError if `name` exists."""
 
     def remove(self, name: str) -> None:
         """Remove a file or a whole directory; nothing if it is not there."""
 
     def sync_directory(self, name: str = "") -> None:
         """Make the names in a directory durable. A no-op where that does not exist."""
+
+
+def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
+    """The storage at a local path, a `file://` URL, or a URL that fsspec knows (`s3://bucket/run`,
+    `gs://`, `memory://`). The root need not exist. UsageError for a URL that cannot be served."""
+    text = os.fspath(path_or_url)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if not text:
+        raise UsageError("an empty path names no storage; '.' is the current directory")
+    if "://" in text:
+        from ckpt.storage_fsspec import open_url  # fsspec loads only where it is needed
+
+        return open_url(text)
+    from ckpt.storage_local import LocalStorage
+
+    return LocalStorage(text)

@@ -1,0 +1,353 @@
+"""One contract for every storage, and what is particular to directories and to object stores."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+
+from ckpt import storage_local
+from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
+from ckpt.storage import Storage, open_storage
+from ckpt.storage_fsspec import FsspecStorage
+from ckpt.storage_local import LocalStorage
+
+
+def put(storage: Storage, name: str, data: bytes = b"data") -> None:
+    with storage.create(name) as writer:
+        writer.write(data)
+
+
+class StorageContract:
+    """What every implementation does."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        raise NotImplementedError
+
+    def test_write_and_read_back(self, storage: Storage) -> None:
+        with storage.create("sub/dir/file") as writer:
+            writer.write(b"abc")
+            writer.write(bytearray(b"defg"))
+            writer.write(memoryview(bytes(range(10)))[2:4])
+            writer.write(bytes(3 * 2**20))
+        assert storage.size("sub/dir/file") == 9 + 3 * 2**20
+        assert storage.read("sub/dir/file", 0, 9) == b"abcdefg\x02\x03"
+        assert storage.read("sub/dir/file", 3, 2) == b"de"
+        assert storage.read("sub/dir/file", 9) == bytes(3 * 2**20)
+        assert storage.read("sub/dir/file", 4, 0) == b""
+        assert len(storage.read("sub/dir/file")) == 9 + 3 * 2**20
+        buffer = bytearray(4)
+        storage.read_into("sub/dir/file", 2, memoryview(buffer))
+        assert buffer == b"cdef"
+
+    def test_empty_file(self, storage: Storage) -> None:
+        put(storage, "empty", b"")
+        assert storage.size("empty") == 0
+        assert storage.read("empty") == b""
+
+    def test_short_reads_are_errors(self, storage: Storage) -> None:
+        put(storage, "f", b"12345")
+        for offset, length in ((0, 6), (5, 1), (4, 2), (100, 1)):
+            with pytest.raises(CorruptError, match=rf"f: truncated.* byte {offset}"):
+                storage.read("f", offset, length)
+            with pytest.raises(CorruptError, match=r"f: truncated"):
+                storage.read_into("f", offset, memoryview(bytearray(length)))
+
+    def test_missing(self, storage: Storage) -> None:
+        for action in (storage.read, storage.size, storage.list):
+            with pytest.raises(NotFoundError, match="nothing"):
+                action("nothing")
+        with pytest.raises(NotFoundError, match="nothing"):
+            storage.read("nothing", 0, 4)
+        with pytest.raises(NotFoundError):
+            list(storage.child("nothing").list())
+        assert not storage.exists("nothing")
+        storage.remove("nothing")
+
+    def test_create_never_overwrites(self, storage: Storage) -> None:
+        put(storage, "f", b"first")
+        with pytest.raises(FileExistsError), storage.create("f") as writer:
+            writer.write(b"second")
+        assert storage.read("f") == b"first"
+
+    def test_a_failed_write_leaves_nothing(self, storage: Storage) -> None:
+        def fail_halfway() -> None:
+            with storage.create("f") as writer:
+                writer.write(bytes(2**21))
+                raise KeyError("reason")
+
+        with pytest.raises(KeyError, match="reason"):
+            fail_halfway()
+        assert not storage.exists("f")
+        put(storage, "f", b"later")
+        assert storage.read("f") == b"later"
+
+    def test_create_exclusive(self, storage: Storage) -> None:
+        storage.create_exclusive("lock", b"one")
+        with pytest.raises(FileExistsError):
+            storage.create_exclusive("lock", b"two")
+        assert storage.read("lock") == b"one"
+        assert [file.name for file in storage.list()] == ["lock"]
+
+    def test_one_of_many_writers_wins(self, storage: Storage) -> None:
+        wins: list[int] = []
+        barrier = threading.Barrier(8)
+
+        def compete(number: int) -> None:
+            barrier.wait()
+            try:
+                storage.create_exclusive("lock", b"%d" % number)
+            except FileExistsError:
+                return
+            wins.append(number)
+
+        threads = [threading.Thread(target=compete, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(wins) == 1
+        assert storage.read("lock") == b"%d" % wins[0]
+
+    def test_list_and_walk(self, storage: Storage) -> None:
+        for name in ("b", "a/x", "a/y/z", "c/q"):
+            put(storage, name, name.encode())
+        listed = [(f.name, f.size, f.is_directory) for f in storage.list()]
+        assert listed == [("a", 0, True), ("b", 1, False), ("c", 0, True)]
+        assert [f.name for f in storage.list("a")] == ["x", "y"]
+        walked = {(f.name, f.size) for f in storage.walk()}
+        assert walked == {("b", 1), ("a/x", 3), ("a/y/z", 5), ("c/q", 3)}
+        assert {f.name for f in storage.walk("a")} == {"x", "y/z"}
+        assert all(f.modified > 1e9 for f in storage.walk())
+
+    def test_child(self, storage: Storage) -> None:
+        child = storage.child("step/inner")
+        put(child, "f", b"deep")
+        assert storage.read("step/inner/f") == b"deep"
+        assert child.url == f"{storage.url}/step/inner"
+        assert [f.name for f in child.walk()] == ["f"]
+
+    def test_remove_a_tree(self, storage: Storage) -> None:
+        put(storage, "a/x")
+        put(storage, "a/y/z")
+        put(storage, "ab")
+        storage.remove("a")
+        assert [f.name for f in storage.list()] == ["ab"]
+        storage.remove("ab")
+        assert not storage.exists("ab")
+        with pytest.raises(UsageError, match="root"):
+            storage.remove("")
+
+    @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//b", "a\\b", "a\0", ".", "C:x"])
+    def test_names_stay_inside(self, storage: Storage, name: str) -> None:
+        actions: list[Any] = [storage.read, storage.size, storage.exists, storage.remove]
+        actions += [storage.list, storage.child, storage.make_directory, storage.sync_directory]
+        actions += [lambda n: storage.create_exclusive(n, b""), lambda n: put(storage, n)]
+        actions += [lambda n: storage.link(storage, "x", n), lambda n: list(storage.walk(n))]
+        for action in actions:
+            with pytest.raises(UsageError, match="file name"):
+                action(name)
+
+    def test_directories(self, storage: Storage) -> None:
+        storage.make_directory("new/deep")
+        storage.make_directory("new/deep")
+        put(storage, "new/deep/f")
+        storage.sync_directory("new/deep")
+        storage.sync_directory()
+
+    def test_link_within_one_store(self, storage: Storage) -> None:
+        put(storage, "a/f", b"shared")
+        assert storage.child("b").link(storage.child("a"), "f", "sub/g")
+        storage.remove("a")
+        assert storage.read("b/sub/g") == b"shared"
+        put(storage, "other")
+        with pytest.raises(FileExistsError):
+            storage.link(storage, "b/sub/g", "other")
+        with pytest.raises(NotFoundError):
+            storage.link(storage, "nothing", "new")
+
+
+class TestLocalStorage(StorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        return LocalStorage(tmp_path / "not" / "there" / "yet")
+
+    @pytest.fixture
+    def local(self, tmp_path: Path) -> LocalStorage:
+        return LocalStorage(tmp_path)
+
+    @pytest.mark.parametrize("kernel_call", [True, False])
+    def test_rename_never_replaces(
+        self, local: LocalStorage, monkeypatch: pytest.MonkeyPatch, kernel_call: bool
+    ) -> None:
+        """Also where RENAME_NOREPLACE is missing."""
+        if not kernel_call:
+            monkeypatch.setattr(storage_local, "_renameat2", lambda *_: False)
+        put(local, "pending/f", b"new")
+        for name in ("full", "empty", "file"):
+            with pytest.raises(NotFoundError):
+                local.rename("nothing", name)
+        put(local, "full/f", b"old")
+        local.make_directory("empty")
+        put(local, "file", b"old")
+        for name in ("full", "empty", "file"):
+            with pytest.raises(FileExistsError):
+                local.rename("pending", name)
+            with pytest.raises(FileExistsError):
+                local.rename("file", name)
+        assert (local.read("full/f"), local.read("file")) == (b"old", b"old")
+        local.rename("pending", "step")
+        local.rename("file", "moved")
+        assert (local.read("step/f"), local.read("moved")) == (b"new", b"old")
+        assert not local.exists("pending")
+        local.create_exclusive("lock", b"x")
+        with pytest.raises(FileExistsError):
+            local.create_exclusive("lock", b"y")
+
+    def test_a_directory_that_appears_meanwhile_wins(
+        self, local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between the look and the rename somebody commits: `os.rename` itself refuses."""
+        monkeypatch.setattr(storage_local, "_renameat2", lambda *_: False)
+        put(local, "pending/f", b"new")
+        put(local, "step/f", b"winner")
+        monkeypatch.setattr(os.path, "lexists", lambda _: False)
+        with pytest.raises(FileExistsError):
+            local.rename("pending", "step")
+        assert local.read("step/f") == b"winner"
+
+    def test_symbolic_links_do_not_lead_out(self, tmp_path: Path) -> None:
+        (tmp_path / "secret").mkdir()
+        (tmp_path / "secret" / "f").write_bytes(b"secret")
+        (tmp_path / "real").mkdir()
+        (tmp_path / "root").symlink_to("real")
+        storage = LocalStorage(tmp_path / "root")  # the root itself may be a link
+        put(storage, "inside/f", b"fine")
+        (tmp_path / "real" / "out").symlink_to(tmp_path / "secret")
+        (tmp_path / "real" / "file").symlink_to(tmp_path / "secret" / "f")
+        (tmp_path / "real" / "in").symlink_to("inside")
+        for name in ("out/f", "file", "out"):
+            with pytest.raises(UsageError, match="symbolic link"):
+                storage.read(name)
+        with pytest.raises(UsageError, match="symbolic link"):
+            put(storage, "out/new")
+        with pytest.raises(UsageError, match="symbolic link"):
+            storage.child("out")
+        assert storage.read("in/f") == b"fine"
+        assert not any(f.is_directory for f in storage.list() if f.name in ("out", "in", "file"))
+        assert {f.name for f in storage.walk()} == {"inside/f", "out", "in", "file"}
+
+    def test_create_does_not_follow_a_dangling_link(self, tmp_path: Path) -> None:
+        (tmp_path / "root").mkdir()
+        (tmp_path / "root" / "f").symlink_to("target")
+        with pytest.raises(OSError):
+            put(LocalStorage(tmp_path / "root"), "f")
+        assert not (tmp_path / "root" / "target").exists()
+
+    def test_everything_is_synced_after_its_bytes(
+        self, local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Files have all their bytes when they are synced, and each new name's directory is."""
+        synced: list[tuple[str, int]] = []
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            synced.append((os.path.relpath(path, local.path), os.fstat(descriptor).st_size))
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        put(local, "a/b/f", bytes(100))
+        local.create_exclusive("a/b/g", b"xyz")
+        names = [name for name, _ in synced]
+        assert names[:2] == [".", "a"]
+        assert ("a/b/f", 100) in synced
+        assert synced[-2][0].startswith("a/b/g.")
+        assert synced[-2][1] == 3
+        assert names[-1] == "a/b"
+
+    def test_errors_name_file_and_cause(
+        self, local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: .*/f'") as caught:
+            put(local, "f")
+        assert caught.value.errno == errno.ENOSPC
+        assert not local.exists("f")
+
+    @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+    def test_refused_access(self, local: LocalStorage) -> None:
+        put(local, "f")
+        (local.path / "f").chmod(0)
+        with pytest.raises(NotAuthorisedError):
+            local.read("f")
+
+    def test_special_files_do_not_block(self, local: LocalStorage) -> None:
+        os.mkfifo(local.path / "pipe")
+        with pytest.raises(OSError):
+            local.read("pipe", 0, 1)
+
+    def test_link_falls_back(self, local: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where neither links nor clones exist, `link` says so and leaves nothing."""
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+        put(local, "f")
+        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(fcntl, "ioctl", refuse)
+        assert not local.link(local, "f", "g")
+        assert not local.exists("g")
+        assert not local.link(open_storage("memory://x"), "f", "g")
+
+    def test_linked_files_share_an_inode(self, local: LocalStorage) -> None:
+        put(local, "f", b"data")
+        assert local.link(local, "f", "g")
+        assert (local.path / "f").stat().st_ino == (local.path / "g").stat().st_ino
+
+
+class TestMemoryStorage(StorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Iterator[Storage]:
+        parent = open_storage(f"memory://{uuid.uuid4().hex}")
+        yield parent.child("run")
+        parent.remove("run")
+
+    def test_no_rename(self, storage: Storage) -> None:
+        assert not storage.atomic_rename
+        put(storage, "f")
+        with pytest.raises(UsageError, match="cannot rename"):
+            storage.rename("f", "g")
+
+    def test_no_silent_unconditional_put(self, tmp_path: Path) -> None:
+        """A file system whose create-if-missing is not one request must not pretend."""
+        filesystem = fsspec.filesystem("file")
+        storage = FsspecStorage(filesystem, str(tmp_path), "file://x")
+        with pytest.raises(UsageError, match="no conditional put is known"):
+            storage.create_exclusive("lock", b"")
+
+    def test_no_link_between_stores(self, storage: Storage, tmp_path: Path) -> None:
+        put(LocalStorage(tmp_path), "f")
+        assert not storage.link(LocalStorage(tmp_path), "f", "f")
+
+
+def test_open_storage(tmp_path: Path) -> None:
+    assert isinstance(open_storage(tmp_path), LocalStorage)
+    assert isinstance(open_storage(f"file://{tmp_path}"), LocalStorage)
+    assert isinstance(open_storage("memory://x"), FsspecStorage)
+    with pytest.raises(UsageError, match="empty path"):
+        open_storage("")
+    with pytest.raises(UsageError, match="cannot open"):
+        open_storage("nosuch://x")
