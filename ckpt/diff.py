@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.checkpoint import Checkpoint
-from ckpt.data_file import DTYPES
+from ckpt.dtypes import DTYPES
 from ckpt.manifest import ChunkEntry, GroupEntry, Manifest, TensorEntry
 from ckpt.storage import Storage
 from ckpt.summary import tensor_bytes

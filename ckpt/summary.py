@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt.data_file import DTYPES
+from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError
 from ckpt.manifest import Manifest, OwnershipEntry, SlotEntry, TensorEntry
 from hyperopt.ownership import imbalance, loads
