@@ -7,7 +7,7 @@
 #   make test ARGS="-k reshard -x"       passes options on (test, soak, demo)
 #   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL   are pip's own settings, for a mirror or for torch's CPU build
 
-SHELL := /bin/bash
+SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -61,8 +61,8 @@ bench: $(READY) ## benchmarks of the optimizer step and of checkpoints
 	$(RUN) benchmarks.checkpoint
 
 $(READY): $(LOCK) pyproject.toml
-	@$(find_python); \
-	if [ ! -x .venv/bin/python ]; then \
+	@if [ ! -x .venv/bin/python ]; then \
+	    $(find_python); \
 	    echo "Setting up .venv with $$("$$found" --version) (a few minutes, mostly for torch)"; \
 	    "$$found" -m venv --clear .venv; \
 	else echo "Bringing .venv up to date with $(LOCK)"; fi

@@ -17,6 +17,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -37,6 +38,8 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",  # by `fully_shard` and by every optimizer, at seconds a rank
+    "torch.profiler",
     "torch.testing",
     "numpy",
     "pytest",
@@ -109,6 +112,7 @@ def serve(descriptor: int) -> None:
         while job := _receive(client):
             exits = _run_job(job, client)
             if exits is None:
+                shutil.rmtree(job.directory, ignore_errors=True)  # whose owner is gone
                 return
             client.send(exits)
 

@@ -190,6 +190,15 @@ def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
         run_ranks(_unpicklable, 1)
 
 
+def test_the_server_has_one_thread() -> None:
+    """A fork copies the forking thread only; locks that others hold would stay locked."""
+    from tests.distributed import _server
+
+    run_ranks(_settings, 1)
+    status = Path(f"/proc/{_server().process.pid}/status").read_text()
+    assert "Threads:\t1\n" in status
+
+
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pids = run_ranks(_leave_a_child, 2)
@@ -209,14 +218,18 @@ run_ranks(_hang_on, 2, 1)
 """
 
 
-def test_server_and_ranks_end_with_a_killed_test_run() -> None:
+def test_server_and_ranks_end_with_a_killed_test_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _INTERRUPTED]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         server = int(run.stdout.readline())
         ranks = _await_children(server)
         run.kill()
     _await(lambda: not any(_runs(pid) for pid in [server, *ranks]))
+    assert list(tmp_path.glob("ranks-*")) == []
 
 
 def _await_children(server: int) -> list[int]:

@@ -33,6 +33,7 @@ from hyperopt.ownership import (
     newton_schulz_cost,
     ravel,
     replica_index,
+    replicate_dims,
     shard_index,
     unravel,
 )
@@ -83,6 +84,7 @@ def test_intersection_is_the_set_of_common_elements(case: tuple[tuple[int, ...],
     )
     found = first.intersection(second)
     assert found == second.intersection(first)
+    assert (found is None) == (common == set())
     assert common == (set() if found is None else set(take(tensor, found).flatten().tolist()))
 
 
@@ -197,6 +199,11 @@ def test_replica_and_shard_index_split_a_coordinate(
     replicas = {replica for replica, _ in pairs}
     assert pairs == set(itertools.product(range(len(replicas)), range(len(boxes_of))))
     assert len(pairs) == math.prod(mesh)
+
+
+def test_replicate_dims_leave_out_dims_of_size_one() -> None:
+    placements = (Placement(), Placement(0), Placement(), Placement(1, 2))
+    assert replicate_dims((1, 2, 3, 4), placements) == (2,)
 
 
 TORCH_SHAPES = [(8, 4), (7, 5), (5,), (3, 2), (1, 6), (2, 9, 3), (0, 3), (16,)]
