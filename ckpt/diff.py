@@ -251,7 +251,8 @@ def _larger(a: float, b: float) -> float:
 def decode(dtype: str, raw: Bytes) -> npt.NDArray[Any]:
     """The numbers that little-endian bytes stand for, as float64 (complex128 for complex dtypes).
     Raises KeyError for a dtype that has no numbers here."""
-    return _DECODERS[dtype](raw)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
+        return _DECODERS[dtype](raw)
 
 
 def _native(dtype: str) -> Callable[[Bytes], npt.NDArray[Any]]:
