@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 MANIFEST_NAME = "manifest.json"
+METADATA_NAME = ".metadata"  # by which stock torch.distributed.checkpoint knows a checkpoint
 FORMAT_NAME = "hyperopt-ckpt"
 FORMAT_VERSION = 1
 

@@ -1,0 +1,94 @@
+"""One committed checkpoint: its manifest, and where each piece of each tensor lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+from ckpt.errors import NotFoundError
+from ckpt.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    ChunkEntry,
+    Index,
+    Manifest,
+    check_index,
+    read_index,
+    read_manifest,
+)
+from ckpt.storage import Storage, open_storage
+
+
+class Checkpoint:
+    """A checkpoint that is there to be read.
+
+    Opening it reads the manifest only; the index files are read, checked and kept when they are
+    first asked for. `foreign` marks a plain torch.distributed.checkpoint, whose manifest is made up
+    from its `.metadata`: without topology, and with empty checksums of files and chunks.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        read_indexes: Callable[[], Iterable[Index]] | None = None,
+    ) -> None:
+        self.storage = storage
+        self.manifest = manifest
+        self.foreign = read_indexes is not None
+        self._read_indexes = read_indexes or self._read_own
+        self._indexes: tuple[Index, ...] | None = None
+        self._chunks: dict[str, list[ChunkEntry]] | None = None
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.storage.url!r}, step={self.manifest.step})"
+
+    @property
+    def indexes(self) -> tuple[Index, ...]:
+        """The index of every writer. CorruptError if one is damaged or fits the manifest ill."""
+        if self._indexes is None:
+            self._indexes = tuple(self._read_indexes())
+        return self._indexes
+
+    def _read_own(self) -> Iterable[Index]:
+        for entry in self.manifest.indexes:
+            index = read_index(self.storage, entry)
+            check_index(self.manifest, index, f"{self.storage.url}/{entry.name}")
+            yield index
+
+    def chunks(self, key: str) -> list[ChunkEntry]:
+        """The chunks of one tensor. NotFoundError if the checkpoint has no such tensor."""
+        if key not in self.manifest.tensors:
+            raise NotFoundError(f"{self.storage.url}: no tensor {key!r} in this checkpoint")
+        if self._chunks is None:
+            self._chunks = _by_key(self.indexes)
+        return self._chunks.get(key, [])
+
+
+def _by_key(indexes: Iterable[Index]) -> dict[str, list[ChunkEntry]]:
+    chunks: dict[str, list[ChunkEntry]] = {}
+    for index in indexes:
+        for chunk in index.chunks:
+            chunks.setdefault(chunk.key, []).append(chunk)
+    return chunks
+
+
+def open_checkpoint(source: Storage | str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint of ours, or a plain torch.distributed.checkpoint.
+
+    NotFoundError if there is neither manifest nor `.metadata`; CorruptError or IncompatibleError
+    if what is there cannot be read.
+    """
+    storage = open_storage(source) if isinstance(source, str | os.PathLike) else source
+    if storage.exists(MANIFEST_NAME):
+        return Checkpoint(storage, read_manifest(storage))
+    if storage.exists(METADATA_NAME):
+        from ckpt.formats.dcp_reader import foreign_manifest, read_foreign, read_indexes
+
+        foreign = read_foreign(storage)
+        return Checkpoint(
+            storage, foreign_manifest(storage, foreign), lambda: read_indexes(storage, foreign)
+        )
+    raise NotFoundError(
+        f"{storage.url}: no checkpoint here (neither {MANIFEST_NAME} nor {METADATA_NAME})"
+    )
