@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ckpt.errors import DestinationExistsError, UsageError
-from cli.demo.results import Run
+from cli.demo.results import Limits, Run
 
 _MARKERS = ("o", "x", "+", "*", "^", "#")
 _INSTALL = "pip install 'hyperopt-ckpt[demo]'"
@@ -35,7 +35,7 @@ def terminal_plot(runs: Sequence[Run], killed: Mapping[int, float], width: int) 
     figure.title("loss (nats per byte) by step: the curves should lie on top of each other")
     reference = runs[0].losses
     figure.legend(x=max(reference), y=max(reference.values()), ha="right", relative=True)
-    curves = [(f"{run.name}, {run.topology}", run.losses) for run in runs]
+    curves = [(run.label, run.losses) for run in runs]
     for (label, losses), marker in zip([*curves, ("killed", killed)], _MARKERS, strict=False):
         signal = figure.signal(list(losses), list(losses.values()), marker=marker)
         signal.label(label)
@@ -49,17 +49,16 @@ def save_picture(path: Path, runs: Sequence[Run], killed: Mapping[int, float]) -
 
     figure = Figure(figsize=(8, 7), layout="constrained")
     loss, distance = figure.subplots(2, 1, sharex=True)
-    for run in runs:
-        loss.plot(list(run.losses), list(run.losses.values()), label=run.name)
+    for number, run in enumerate(runs):
+        colour = f"C{number}"
+        loss.plot(list(run.losses), list(run.losses.values()), colour, label=run.label)
+        gap = {k: abs(value - runs[0].losses[k]) for k, value in run.losses.items()}
+        distance.plot(list(gap), list(gap.values()), colour, label=run.label)
     loss.plot(list(killed), list(killed.values()), "k--", label="killed")
     loss.set_ylabel("loss (nats per byte)")
     loss.legend()
-    for run in runs[1:]:
-        gap = {k: abs(value - runs[0].losses[k]) for k, value in run.losses.items()}
-        distance.plot(list(gap), list(gap.values()), label=run.name)
-    distance.axhline(1e-3, color="grey", linestyle=":", label="limit")
+    distance.axhline(Limits().loss_difference, color="grey", linestyle=":")
     distance.set_yscale("symlog", linthresh=1e-7)
-    distance.set_ylabel("distance from the uninterrupted run")
+    distance.set_ylabel("distance from the uninterrupted run (dotted: limit)")
     distance.set_xlabel("step")
-    distance.legend()
     figure.savefig(path, dpi=120)

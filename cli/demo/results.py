@@ -45,6 +45,11 @@ class Run:
     seconds: float
     exact: bool = False
 
+    @property
+    def label(self) -> str:
+        """Name and topology, which together tell runs apart."""
+        return f"{self.name}, {self.topology}"
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -98,12 +103,12 @@ def _complaints(
     run: Run, comparison: Comparison, schedule: Schedule, limits: Limits
 ) -> Iterator[str]:
     if run.exact and not comparison.bit_identical:
-        yield f"{run.name}: not bit-identical to the uninterrupted run on the same topology"
+        yield f"{run.label}: not bit-identical to the uninterrupted run on the same topology"
     if comparison.max_loss_difference > limits.loss_difference:
         yield (
-            f"{run.name}: loss differs from the uninterrupted run by "
+            f"{run.label}: loss differs from the uninterrupted run by "
             f"{comparison.max_loss_difference:.2g}, over {limits.loss_difference:g}"
         )
     final = run.losses.get(schedule.end, math.inf)
     if not final < limits.final_loss:
-        yield f"{run.name}: final loss {final:.3f}, which is not below {limits.final_loss:g}"
+        yield f"{run.label}: final loss {final:.3f}, which is not below {limits.final_loss:g}"

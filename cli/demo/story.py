@@ -96,8 +96,8 @@ class Teller:
         )
         self.say(
             f"      {entry.name}: good, {report.files} files, {size_text(report.bytes_read)}, "
-            f"{topology_text(manifest.topology)}, {len(manifest.tensors)} tensors; optimizer state "
-            f"is on one replica each, imbalance: {owners}"
+            f"{topology_text(manifest.topology)}, {len(manifest.tensors)} tensors; each "
+            f"optimizer state is on one replica only; busiest over mean: {owners}"
         )
         return path
 
@@ -112,21 +112,19 @@ class Teller:
         checkpoint = open_checkpoint(source)
         plan = plan_reshard(checkpoint, parse_mesh(f"replicate={replicas},shard={shards}"))
         result = execute_reshard(plan, checkpoint, open_storage(self.directory), name)
-        self.say(
-            f"      read {size_text(result.bytes_read)}, wrote {size_text(result.bytes_written)}, "
-            f"{result.seconds:.1f} s"
-        )
+        how = f"read {size_text(result.bytes_read)}, wrote {size_text(result.bytes_written)}"
+        if result.files_linked:
+            how = f"the same shards, so {result.files_linked} data files are shared, none copied"
+        self.say(f"      {how}, {result.seconds:.1f} s")
         return self.directory / name
 
     def _resume(
         self, name: str, mesh: tuple[int, int] | None, checkpoint: Path, exact: bool = False
     ) -> Run:
         job = Job(mesh, self.schedule.end, resume_from=checkpoint)
+        where = f"{job.topology}, {job.ranks} processes" if mesh else "one process"
         wanted = "bit for bit the same" if exact else "the same up to rounding"
-        self.say(
-            f"[5/5] resume from step {self.schedule.checkpoint} on {job.topology}, "
-            f"{job.ranks} process{'es' if job.ranks > 1 else ''}: must be {wanted}"
-        )
+        self.say(f"[5/5] resume from step {self.schedule.checkpoint} on {where}: must be {wanted}")
         return self._run(name, job, exact)
 
     def _run(self, name: str, job: Job, exact: bool = False) -> Run:

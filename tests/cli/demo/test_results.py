@@ -43,7 +43,7 @@ def test_good_runs_pass() -> None:
 def test_the_same_topology_must_be_identical_in_every_loss() -> None:
     bent = replace(SAME, losses={**SINCE, 30: math.nextafter(SINCE[30], 9.0)})
     (reason,) = judge([REFERENCE, bent]).reasons
-    assert reason.startswith("same topology: not bit-identical")
+    assert reason.startswith("same topology, 2×2: not bit-identical")
 
 
 def test_the_same_topology_must_be_identical_in_its_parameters() -> None:
@@ -57,7 +57,7 @@ def test_another_topology_may_not_stray_at_any_step(step: int, by: float, sign: 
     (reason,) = judge(
         [REFERENCE, shifted(OTHER, step, sign * by)], limits=Limits(1e-3, 9.0)
     ).reasons
-    assert reason.startswith("other topology: loss differs")
+    assert reason.startswith("other topology, 2×2: loss differs")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -81,7 +81,7 @@ def test_a_missing_step_fails(step: int) -> None:
 def test_training_that_does_not_learn_fails() -> None:
     flat = dict.fromkeys(LOSSES, 2.6)
     verdict = judge([replace(REFERENCE, losses=flat), replace(SAME, losses=flat)])
-    assert [reason.split(":")[0] for reason in verdict.reasons] == [
+    assert [reason.split(",")[0] for reason in verdict.reasons] == [
         "uninterrupted",
         "same topology",
     ]

@@ -68,7 +68,7 @@ def test_a_resume_without_momentum_is_refused(trained: tuple[Run, Path], tmp_pat
     verdict = judge([reference, resumed], SCHEDULE, LIMITS)
     # The parameters were right, so the first loss is the same; then the runs part.
     assert resumed.losses[SCHEDULE.checkpoint] == reference.losses[SCHEDULE.checkpoint]
-    assert [reason.split(":")[0] for reason in verdict.reasons] == ["broken", "broken"]
+    assert [reason.split(",")[0] for reason in verdict.reasons] == ["broken", "broken"]
     assert verdict.comparisons[1].max_loss_difference > 5 * LIMITS.loss_difference
 
 
