@@ -12,6 +12,7 @@ from cli.units import shape_text, size_text, topology_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ckpt.checkpoint import Checkpoint
     from ckpt.manifest import GroupEntry, Manifest, OwnershipEntry
     from ckpt.summary import OwnerSummary, TensorSummary
 
@@ -44,6 +45,7 @@ _GROUPS = (
     Column("hyperparameters"),
 )
 _SHOWN_ABSENT = 10
+_FOREIGN = "not recorded: a plain torch.distributed.checkpoint"
 
 
 def inspect(
@@ -67,10 +69,11 @@ def inspect(
     from ckpt.checkpoint import open_checkpoint
     from ckpt.summary import bytes_by_name, summarize_owners, summarize_tensors
 
-    manifest = open_checkpoint(checkpoint).manifest
+    opened = open_checkpoint(checkpoint)
+    manifest = opened.manifest
     balance = [summarize_owners(entry) for entry in manifest.ownership]
     table = summarize_tensors(manifest) if tensors else None
-    document = _document(checkpoint, manifest, bytes_by_name(manifest), balance)
+    document = _document(opened, bytes_by_name(manifest), balance)
     asked = {
         "tensor_table": table,
         "owner_table": manifest.ownership if owners else None,
@@ -92,10 +95,12 @@ def inspect(
 
 
 def _document(
-    checkpoint: str, manifest: Manifest, sizes: dict[str, int], balance: list[OwnerSummary]
+    checkpoint: Checkpoint, sizes: dict[str, int], balance: list[OwnerSummary]
 ) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint.storage.url,
+        "foreign": checkpoint.foreign,
         "step": manifest.step,
         "created": manifest.created,
         "format_version": manifest.format_version,
@@ -123,14 +128,14 @@ def _facts(document: dict[str, Any], manifest: Manifest) -> list[tuple[str, obje
         ("checkpoint", document["checkpoint"]),
         ("step", "none" if manifest.step is None else manifest.step),
         ("created", f"{manifest.created} by {producer}"),
-        ("topology", topology_text(manifest.topology)),
+        ("topology", _FOREIGN if document["foreign"] else topology_text(manifest.topology)),
         ("tensors", f"{tensors['count']}, {size_text(tensors['bytes'])} ({parts})"),
         ("files", f"{files['count']}, {size_text(files['bytes'])}"),
         ("groups", len(manifest.groups)),
         ("extras", ", ".join(manifest.extras) or "none"),
         ("absent", _absent_text(manifest.absent)),
         ("parent", _parent_text(manifest)),
-        ("sha256", manifest.sha256),
+        ("sha256", manifest.sha256 or "none"),
     ]
 
 

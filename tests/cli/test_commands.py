@@ -173,6 +173,19 @@ def test_inspect_needs_no_torch(checkpoint: Path) -> None:
     assert "model.weight" in done.stdout
 
 
+def test_inspect_of_a_plain_torch_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save({"model": {"w": torch.ones(4, 3)}}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    told = Told(capsys, "inspect", tmp_path / "plain")
+    assert told.code == 0
+    assert "not recorded" in told.out
+    document = Told(capsys, "inspect", tmp_path / "plain", "--json").document
+    assert (document["foreign"], document["tensors"]["bytes"]) == (True, 48)
+
+
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = Told(capsys, "inspect", tmp_path / "missing")
     assert (told.code, told.out) == (10, "")
