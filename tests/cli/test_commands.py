@@ -173,6 +173,7 @@ def test_inspect_needs_no_torch(checkpoint: Path) -> None:
     assert "model.weight" in done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_inspect_of_a_plain_torch_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
