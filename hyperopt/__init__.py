@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyperopt.adamw import DistributedAdamW
     from hyperopt.chained import ChainedOptimizer, build_optimizer, split_params
+    from hyperopt.hooks import NSInputTransform, PostUpdateContext
     from hyperopt.muon import Muon
     from hyperopt.newton_schulz import orthogonalize
     from hyperopt.plan import PlanConfig
@@ -19,7 +20,9 @@ __all__ = [
     "ChainedOptimizer",
     "DistributedAdamW",
     "Muon",
+    "NSInputTransform",
     "PlanConfig",
+    "PostUpdateContext",
     "build_optimizer",
     "orthogonalize",
     "split_params",
@@ -29,6 +32,8 @@ _MODULES = {
     "ChainedOptimizer": "hyperopt.chained",
     "DistributedAdamW": "hyperopt.adamw",
     "Muon": "hyperopt.muon",
+    "NSInputTransform": "hyperopt.hooks",
+    "PostUpdateContext": "hyperopt.hooks",
     "PlanConfig": "hyperopt.plan",
     "build_optimizer": "hyperopt.chained",
     "orthogonalize": "hyperopt.newton_schulz",

@@ -145,6 +145,7 @@ def _specs(
             cost=rule.cost(shape, parameter.element_size(), group),
             wire=str(wire).removeprefix("torch."),
             wire_itemsize=wire.itemsize,
+            dtype=str(parameter.dtype).removeprefix("torch."),
         )
 
 

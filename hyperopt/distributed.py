@@ -24,7 +24,7 @@ from hyperopt.ownership import (
     held_boxes,
 )
 from hyperopt.plan import PlanConfig, ReplicaCount
-from hyperopt.preflight import agree_on_gradients
+from hyperopt.preflight import StepError, agree_on_failures, agree_on_gradients
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
@@ -177,6 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             PreflightError: on every rank, before anything changes, where one rank has a gradient
                 that another lacks, a sparse gradient, or another plan.
+            StepError: on every rank, where a hook raised on one of them.
         """
         loss = None
         if closure is not None:
@@ -189,15 +190,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
                 group[STEP] += 1
-        ready.executor.step(
+        error = ready.executor.step(
             StepInput(
+                ready.parameters,
                 [local_tensor(p) for p in ready.parameters],
                 gradients,
                 self._store.owned,
                 self.param_groups,
             )
         )
+        self._raise_together(error)
         return loss
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any
+        other error is this rank's own."""
+        if not self._rule.runs_user_code:
+            if error is not None:
+                raise error
+            return
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        failures = agree_on_failures(text, self._assembly.domains)
+        if failures:
+            raise StepError(
+                f"the step failed ({'; '.join(failures)}); parameters and state are no longer "
+                "usable: resume from a checkpoint"
+            ) from error
 
     def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty

@@ -6,10 +6,14 @@ the unit before it:
 * *start*    owner replicas: advance state, pack the payload, send it to the compute shards
 * *compute*  compute shards: assemble matrices, transform them, send the parts back
 * *publish*  every rank: send what it owns to its replicas, one packed buffer an owner
-* *apply*    every rank: bring all payloads into the parameters
+* *apply*    every rank: bring everything into the parameters
 
 The payload of one owner is one buffer from the first stage to the last: it is packed by compute
-shard, comes back in the same order, and travels on to the replicas as it lies.
+shard, comes back in the same order, and travels on to the replicas as it lies. Where parameters
+travel instead, owners finish them first and pack those.
+
+Hooks may raise on one rank. That rank goes on with its schedule of collectives, so that no peer
+hangs; what it computes from then on is void, and the caller tells everybody.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +34,30 @@ from hyperopt.rules import Batch, Hyperparameters, UpdateRule
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step's tensors on this rank, all by parameter index: local parameters, local gradients
-    of those that step, states that this rank owns; and hyperparameters by group index."""
+    """One step's tensors on this rank, all by parameter index: parameters whole and local, local
+    gradients of those that step, states that this rank owns; and hyperparameters by group index."""
 
+    whole: Sequence[Tensor]
     parameters: Sequence[Tensor]
     gradients: Mapping[int, Tensor]
     states: Mapping[int, Mapping[str, Tensor]]
     hyperparameters: Sequence[Hyperparameters]
+
+
+@dataclass(slots=True)
+class Failure:
+    """The first error of the rule on this rank in one step."""
+
+    error: Exception | None = None
+
+    def attempt(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a phase of the rule; after an error, do nothing any more."""
+        if self.error is not None:
+            return
+        try:
+            function(*args)
+        except Exception as error:
+            self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +68,19 @@ class Executor:
     rule: UpdateRule
     seats: tuple[Seat, ...]
 
-    def owned_slots(self) -> list[Slot]:
-        """The slots whose state lives on this rank."""
-        return [
-            slot
-            for slot in self.plan.slots
-            if slot.owner == self.seats[self.plan.parameters[slot.parameter].layout].coordinate
-        ]
+    def step(self, tensors: StepInput) -> Exception | None:
+        """Update the parameters that have a gradient. All ranks give the same set.
 
-    def step(self, tensors: StepInput) -> None:
-        """Update the parameters that have a gradient. All ranks give the same set."""
+        Returns the error of a hook on this rank, after all collectives are done. Parameters and
+        state are void then.
+        """
+        failure = Failure()
         runs = [
-            _UnitRun(self.plan, self.rule, unit, self.seats[unit.layout], tensors)
+            _UnitRun(self.plan, self.rule, unit, self.seats[unit.layout], tensors, failure)
             for unit in self.plan.units
         ]
         pipeline([run.stages() for run in runs if run.is_needed()])
+        return failure.error
 
 
 def pipeline(stages: Sequence[Sequence[Callable[[], None]]]) -> None:
@@ -85,6 +105,7 @@ class _UnitRun:
     unit: Unit
     seat: Seat
     tensors: StepInput
+    failure: Failure
     payload: Tensor | None = None
     gathering: Pending | None = None
     returning: Pending | None = None
@@ -105,10 +126,10 @@ class _UnitRun:
     def start(self) -> None:
         """Advance the owned state and send payloads to their compute shards."""
         mine = self.active(self.seat.coordinate)
-        if self.rule.whole_matrices or self.seat.replica_group is not None:
-            self.payload = self.empty(mine)
+        if self.rule.whole_matrices:
+            self.payload = self.empty(mine, self.unit.wire)
         for batch, views in self.batches(mine, self.payload, owned=True):
-            self.rule.prepare(batch, views)
+            self.failure.attempt(self.rule.prepare, batch, views)
         gathered = [s for s in mine if s.compute is not None]
         if gathered and self.payload is not None:
             send, receive = self.splits(gathered)
@@ -140,24 +161,48 @@ class _UnitRun:
                 self.payload = returned
             else:
                 self.payload[: returned.numel()] = returned
+        if self.rule.sends_parameters:
+            self.finish_owned()
         if self.seat.replica_group is None:
             return
         for owner in range(len(self.unit.owned)):
-            own = owner == self.seat.coordinate
-            buffer = self.payload if own else self.empty(self.active(owner))
-            assert buffer is not None
-            self.arriving.append(publish(buffer, owner, self.seat))
+            self.arriving.append(publish(self.outgoing(owner), owner, self.seat))
+
+    def outgoing(self, owner: int) -> Tensor:
+        """The buffer of an owner: packed on the owner itself, empty on its replicas."""
+        slots, own = self.active(owner), owner == self.seat.coordinate
+        if not self.rule.sends_parameters:
+            return (
+                self.payload
+                if own and self.payload is not None
+                else self.empty(slots, self.unit.wire)
+            )
+        buffer = self.empty(slots, self.unit.dtype)
+        if own and slots:
+            parameters = [self.tensors.parameters[s.parameter] for s in slots]
+            torch._foreach_copy_(self.views(slots, buffer), parameters)
+        return buffer
+
+    def finish_owned(self) -> None:
+        """On the owner: the parameters as all replicas shall have them."""
+        mine = self.active(self.seat.coordinate)
+        for batch, views in self.batches(mine, self.payload, owned=True):
+            self.failure.attempt(self.rule.finish, batch, views)
+            self.failure.attempt(self.rule.after_update, batch)
 
     def apply(self) -> None:
-        """Bring every owner's payload into the parameters."""
-        if not self.arriving and self.payload is not None:
-            self.arriving.append(Pending(self.payload))
-        owners = [self.seat.coordinate] if len(self.arriving) == 1 else range(len(self.arriving))
-        for owner, pending in zip(owners, self.arriving, strict=True):
-            buffer = pending.wait()
-            own = owner == self.seat.coordinate
-            for batch, views in self.batches(self.active(owner), buffer, owned=False):
-                self.rule.finish(batch, views or (), owner=own)
+        """Bring every owner's buffer into the parameters."""
+        buffers = dict(enumerate(pending.wait() for pending in self.arriving))
+        if not buffers and self.payload is not None:
+            buffers = {self.seat.coordinate: self.payload}
+        for owner, buffer in buffers.items():
+            slots = self.active(owner)
+            if not self.rule.sends_parameters:
+                for batch, views in self.batches(slots, buffer, owned=False):
+                    self.failure.attempt(self.rule.finish, batch, views)
+            elif owner != self.seat.coordinate and slots:
+                parameters = [self.tensors.parameters[s.parameter] for s in slots]
+                torch._foreach_copy_(parameters, self.views(slots, buffer))
         self.payload, self.arriving = None, []
 
     # ------------------------------------------------------------------------------------ packing
@@ -166,11 +211,11 @@ class _UnitRun:
         """The slots of an owner that step."""
         return [s for s in self.unit.owned[owner] if s.parameter in self.tensors.gradients]
 
-    def empty(self, slots: Sequence[Slot]) -> Tensor:
+    def empty(self, slots: Sequence[Slot], dtype: str) -> Tensor:
         """A packed buffer for this shard's part of some slots."""
         count = sum(s.elements[self.seat.shard] for s in slots)
         first = self.unit_parameter()
-        return torch.empty(count, dtype=getattr(torch, self.unit.wire), device=first.device)
+        return torch.empty(count, dtype=getattr(torch, dtype), device=first.device)
 
     def unit_parameter(self) -> Tensor:
         """Any parameter of the unit, for its device."""
@@ -186,22 +231,25 @@ class _UnitRun:
 
     def batches(
         self, slots: Sequence[Slot], buffer: Tensor | None, *, owned: bool
-    ) -> Iterator[tuple[Batch, list[Tensor] | None]]:
+    ) -> Iterator[tuple[Batch, list[Tensor]]]:
         """Slots by parameter group, with their views of a packed buffer."""
-        views = self.views(slots, buffer) if buffer is not None else None
+        views = self.views(slots, buffer) if buffer is not None else []
         groups: dict[int, list[int]] = {}
         for i, slot in enumerate(slots):
             groups.setdefault(self.plan.parameters[slot.parameter].group, []).append(i)
         for group, members in groups.items():
             indices = [slots[i].parameter for i in members]
+            specs = [self.plan.parameters[i] for i in indices]
             batch = Batch(
                 self.tensors.hyperparameters[group],
-                [self.plan.parameters[i].shape for i in indices],
+                [spec.fqn for spec in specs],
+                [spec.shape for spec in specs],
                 [self.tensors.parameters[i] for i in indices],
+                [self.tensors.whole[i] for i in indices],
                 [self.tensors.gradients[i] for i in indices] if owned else (),
                 [self.tensors.states[i] for i in indices] if owned else (),
             )
-            yield batch, [views[i] for i in members] if views is not None else None
+            yield batch, [views[i] for i in members] if views else []
 
     def views(self, slots: Sequence[Slot], buffer: Tensor) -> list[Tensor]:
         """A packed buffer as tensors shaped like the local shards."""
@@ -215,13 +263,17 @@ class _UnitRun:
 
     def transform(self, slots: Sequence[Slot], matrices: Sequence[Tensor]) -> None:
         """Run the rule on whole matrices, in place, by parameter group. Empty ones stay empty."""
-        groups: dict[int, list[Tensor]] = {}
+        groups: dict[int, tuple[list[str], list[Tensor]]] = {}
         for slot, matrix in zip(slots, matrices, strict=True):
             if not matrix.numel():
                 continue
-            groups.setdefault(self.plan.parameters[slot.parameter].group, []).append(matrix)
-        for group, members in groups.items():
-            self.rule.transform(members, members, self.tensors.hyperparameters[group])
+            spec = self.plan.parameters[slot.parameter]
+            names, members = groups.setdefault(spec.group, ([], []))
+            names.append(spec.fqn)
+            members.append(matrix)
+        for group, (names, members) in groups.items():
+            hyper = self.tensors.hyperparameters[group]
+            self.failure.attempt(self.rule.transform, names, members, hyper)
 
     def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
         """Whole matrices from the shards' parts."""

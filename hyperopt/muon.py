@@ -9,6 +9,14 @@ import torch
 import torch.distributed as dist
 
 from hyperopt.distributed import DistributedOptimizer
+from hyperopt.hooks import (
+    MomentumUpdateFunction,
+    MuonHooks,
+    NSTransformFunction,
+    PostUpdateFunction,
+    ReshapeFunction,
+    ZeropowerFunction,
+)
 from hyperopt.hyperparameters import check_bool, check_choice, check_number
 from hyperopt.newton_schulz import ALGORITHMS, DTYPES, resolve_coefficients
 from hyperopt.plan import PlanConfig, ReplicaCount
@@ -40,7 +48,16 @@ class Muon(DistributedOptimizer):
         ns_dtype: dtype of the iteration and of what travels.
         ns_algorithm: `standard`, `gram`, or `auto`, which picks by aspect ratio.
         zero_rms_scale_mode: the scale when `matched_adamw_rms` is 0: 0 (`zero`) or 1 (`use_lr`).
+        apply_lr_in_update: fold `-lr` into the update before it is rounded to `ns_dtype`.
         cautious_weight_decay: decay only elements whose update has the parameter's sign.
+        zeropower_fn: `(matrices, steps=...)` instead of Newton-Schulz.
+        momentum_update_fn: `(gradients, buffers, m1, m2, nesterov)` instead of momentum; gets
+            lists of local shards, returns one update per gradient.
+        reshape_fn: `(fqn, update)`: views of the whole update that are orthogonalized separately,
+            such as the heads of a fused projection. They must tile it.
+        ns_transform_fn: `(fqn, update)`: an `NSInputTransform`, any reversible rewriting, or None.
+        post_update_fn: `(parameter, local tensor, PostUpdateContext)`: on every shard rank of the
+            owner, after the update, before replicas receive the parameter.
         replicate_group: the group over which plain tensors are replicated (DDP).
         plan: limits of the plan.
 
@@ -65,7 +82,13 @@ class Muon(DistributedOptimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         ns_algorithm: str = "auto",
         zero_rms_scale_mode: str = "zero",
+        apply_lr_in_update: bool = False,
         cautious_weight_decay: bool = False,
+        zeropower_fn: ZeropowerFunction | None = None,
+        momentum_update_fn: MomentumUpdateFunction | None = None,
+        reshape_fn: ReshapeFunction | None = None,
+        ns_transform_fn: NSTransformFunction | None = None,
+        post_update_fn: PostUpdateFunction | None = None,
         replicate_group: dist.ProcessGroup | None = None,
         plan: PlanConfig | None = None,
     ) -> None:
@@ -82,12 +105,16 @@ class Muon(DistributedOptimizer):
             "ns_dtype": ns_dtype,
             "ns_algorithm": ns_algorithm,
             "zero_rms_scale_mode": zero_rms_scale_mode,
+            "apply_lr_in_update": apply_lr_in_update,
             "cautious_weight_decay": cautious_weight_decay,
         }
+        self._hooks = MuonHooks(
+            zeropower_fn, momentum_update_fn, reshape_fn, ns_transform_fn, post_update_fn
+        )
         super().__init__(
             params,
             defaults,
-            MuonRule(),
+            MuonRule(self._hooks),
             hsdp_replica_count=hsdp_replica_count,
             replicate_group=replicate_group,
             plan=plan,
@@ -97,13 +124,18 @@ class Muon(DistributedOptimizer):
         """Refuse options that cannot work, and parameters that are no matrices."""
         for option in ("lr", "weight_decay", "matched_adamw_rms", "ns_epsilon"):
             check_number(option, group[option])
-        for option in ("nesterov", "cautious_weight_decay"):
+        for option in ("nesterov", "apply_lr_in_update", "cautious_weight_decay"):
             check_bool(option, group[option])
         _check_momentum(group["momentum"])
         resolve_coefficients(group["ns_variant"], group["ns_steps"], group["ns_coefficients"])
         check_choice("ns_dtype", group["ns_dtype"], DTYPES)
         check_choice("ns_algorithm", group["ns_algorithm"], ALGORITHMS)
         check_choice("zero_rms_scale_mode", group["zero_rms_scale_mode"], ZERO_RMS_SCALE_MODES)
+        if self._hooks.need_names and "param_names" not in group:
+            raise ValueError(
+                "reshape_fn, ns_transform_fn and post_update_fn are told parameter names: give "
+                "(name, parameter) pairs, such as model.named_parameters()"
+            )
         flat = [name for name, p in zip(names, group["params"], strict=True) if p.dim() < 2]
         if flat:
             raise ValueError(

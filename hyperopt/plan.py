@@ -36,7 +36,8 @@ class PlanConfig:
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """What planning knows of one parameter. `layout` and `group` are indices; `cost` is in flops
-    (matrix rules) or bytes (element-wise rules); `wire` names the dtype that travels."""
+    (matrix rules) or bytes (element-wise rules); `wire` names the dtype of payloads, `dtype` the
+    parameter's."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -45,6 +46,7 @@ class ParameterSpec:
     cost: float
     wire: str
     wire_itemsize: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Unit:
 
     layout: int
     wire: str
+    dtype: str
     owned: tuple[tuple[Slot, ...], ...]
 
 
@@ -172,7 +175,7 @@ def build_plan(
     slots = tuple(map(Slot, range(len(parameters)), owners, computes, elements))
     units = tuple(
         unit
-        for key in sorted({(p.layout, p.wire) for p in parameters})
+        for key in sorted({_unit_key(p) for p in parameters})
         for unit in _units(
             [s for s in slots if _unit_key(parameters[s.parameter]) == key],
             parameters,
@@ -183,8 +186,8 @@ def build_plan(
     return StepPlan(tuple(parameters), tuple(layouts), slots, units)
 
 
-def _unit_key(spec: ParameterSpec) -> tuple[int, str]:
-    return spec.layout, spec.wire
+def _unit_key(spec: ParameterSpec) -> tuple[int, str, str]:
+    return spec.layout, spec.wire, spec.dtype
 
 
 def _assign_replicas(
@@ -242,9 +245,7 @@ def _units(
     cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
     count = max((len(parts) for parts in cuts.values()), default=0)
     spec = parameters[slots[0].parameter]
-    return [
-        Unit(spec.layout, spec.wire, _round(cuts, i, layout.replica_count)) for i in range(count)
-    ]
+    return [Unit(*_unit_key(spec), _round(cuts, i, layout.replica_count)) for i in range(count)]
 
 
 def _cut(

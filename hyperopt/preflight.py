@@ -25,6 +25,10 @@ class PreflightError(RuntimeError):
     """The ranks disagree, or one of them cannot step. Raised on all of them, before data moves."""
 
 
+class StepError(RuntimeError):
+    """A hook raised on some rank in the middle of a step. Raised on all of them."""
+
+
 def presence(gradient: Tensor | None, local: Tensor) -> int:
     """What a rank knows of a gradient: a rank without elements takes its peers' answer."""
     if gradient is not None:
@@ -133,6 +137,26 @@ def agree_on_gradients(
         for i, steps in zip(domain.members, agreed, strict=True):
             active[i] = steps
     return active
+
+
+def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:
+    """What went wrong on any rank during a step, with the rank; empty where nothing did.
+
+    Collective: one all-reduce of one number a domain while all is well.
+    """
+    found: dict[str, None] = {}
+    for domain in domains:
+        if domain.group is None:
+            found.update(dict.fromkeys([problem] if problem else []))
+            continue
+        flag = torch.tensor(int(problem is not None))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=domain.group)
+        if flag.item():
+            ranks = dist.get_process_group_ranks(domain.group)
+            everyone = gather_objects(problem, domain.group)
+            lines = [f"rank {r}: {p}" for r, p in zip(ranks, everyone, strict=True) if p]
+            found.update(dict.fromkeys(lines))
+    return list(found)
 
 
 def find_problem(parameters: Sequence[Tensor], names: Sequence[str]) -> str | None:

@@ -3,15 +3,16 @@
 A rule knows neither owners nor process groups. The executor calls it in phases, each time with the
 slots of one parameter group:
 
-1. `prepare` on the owner: advance the state, write what will travel (the payload);
+1. `prepare` on the owner: advance the state; rules of whole matrices write a payload;
 2. `transform` on the compute rank, for rules of whole matrices: payload matrix -> payload matrix;
-3. `finish` on every replica: bring the payload into the parameters.
+3. `finish`: bring the payload into the parameters. On every replica, where payloads travel; on the
+   owner alone, where parameters do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hyperopt.hooks import (
+    MuonHooks,
+    NSInputTransform,
+    PostUpdateContext,
+    rewrite,
+    run_momentum_update,
+)
 from hyperopt.layout import matrix_shape
 from hyperopt.newton_schulz import newton_schulz, resolve_coefficients
 from hyperopt.ownership import newton_schulz_cost
@@ -30,12 +38,15 @@ Hyperparameters = Mapping[str, Any]
 class Batch:
     """Slots of one parameter group on one rank: local shards, all lists of the same length.
 
-    `gradients` and `states` are empty where this rank only receives. `shapes` are global.
+    `names` are FQNs, `shapes` global. `gradients` and `states` are empty where this rank does not
+    own the slots. `whole` are the parameters themselves, DTensors where they are sharded.
     """
 
     hyperparameters: Hyperparameters
+    names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     parameters: Sequence[Tensor]
+    whole: Sequence[Tensor] = ()
     gradients: Sequence[Tensor] = ()
     states: Sequence[Mapping[str, Tensor]] = ()
 
@@ -54,6 +65,14 @@ class UpdateRule(Protocol):
     step_per_parameter: ClassVar[bool]
     """Whether `step` is a state tensor; otherwise the parameter group counts."""
 
+    @property
+    def sends_parameters(self) -> bool:
+        """Whether owners send finished parameters, instead of payloads that replicas finish."""
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether hooks run within a step, so that it may fail on one rank."""
+
     def cost(self, shape: tuple[int, ...], itemsize: int, hyper: Hyperparameters) -> float:
         """Work of one parameter of this global shape, for balancing."""
 
@@ -63,19 +82,21 @@ class UpdateRule(Protocol):
     def new_state(self, parameter: Tensor, gradient: Tensor) -> dict[str, Tensor]:
         """State of a local shard before its first step."""
 
-    def prepare(self, batch: Batch, payload: Sequence[Tensor] | None) -> None:
-        """Advance the state and fill `payload` (one tensor per slot, shaped like its shard). None:
-        nobody else needs it, and the rule may work on the parameters directly."""
+    def prepare(self, batch: Batch, payload: Sequence[Tensor]) -> None:
+        """Advance the state. Rules of whole matrices fill `payload` (one tensor per slot, shaped
+        like its shard); others work on the parameters directly."""
 
     def transform(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], hyper: Hyperparameters
+        self, names: Sequence[str], matrices: Sequence[Tensor], hyper: Hyperparameters
     ) -> None:
-        """Map whole payload tensors (global shapes) to what `finish` gets. `out[i]` may be
-        `matrices[i]`."""
+        """Change whole payload tensors (global shapes) in place to what `finish` gets."""
 
-    def finish(self, batch: Batch, payload: Sequence[Tensor], *, owner: bool) -> None:
-        """Bring the payload into the parameters. Must do the same on owners and on replicas, to the
-        last bit, unless the owner's parameters are final already."""
+    def finish(self, batch: Batch, payload: Sequence[Tensor]) -> None:
+        """Bring the payload into the parameters. Must do the same on owners and on replicas, to
+        the last bit."""
+
+    def after_update(self, batch: Batch) -> None:
+        """On the owner, once its parameters are final, before replicas receive them."""
 
 
 # --------------------------------------------------------------------------------------------- Muon
@@ -137,15 +158,16 @@ def decay_and_add(
     decay: float,
     *,
     cautious: bool,
+    negated: bool = False,
 ) -> None:
-    """`p <- (1 - decay)·p + factor·u` in place.
+    """`p <- (1 - decay)·p + factor·u` in place. `negated`: u has the descent's sign already.
 
     One foreach call per distinct factor, over lists that are the same on all replicas: another
     kernel or grouping could differ in the last bit.
     """
     params = list(parameters)
     if decay and cautious:
-        _cautious_decay(params, updates, decay)
+        _cautious_decay(params, updates, -decay if negated else decay)
     elif decay:
         torch._foreach_mul_(params, 1.0 - decay)
     for factor in dict.fromkeys(factors):
@@ -155,19 +177,33 @@ def decay_and_add(
 
 def _cautious_decay(parameters: Sequence[Tensor], updates: Sequence[Tensor], decay: float) -> None:
     """Decay only the elements whose update has the parameter's sign (Chen et al. 2025, 'Cautious
-    weight decay'): there the step, which subtracts the update, shrinks them as well."""
+    weight decay'): there the step, which subtracts the update, shrinks them as well. A negative
+    `decay` says that the updates come with their sign turned."""
+    sign = 1.0 if decay > 0 else -1.0
     for p, u in zip(parameters, updates, strict=True):
-        p.sub_(torch.where(p * u > 0, p, torch.zeros_like(p)), alpha=decay)
+        p.sub_(torch.where(sign * p * u > 0, p, torch.zeros_like(p)), alpha=abs(decay))
 
 
 @dataclass(frozen=True, slots=True)
 class MuonRule:
     """Momentum, orthogonalization, decoupled weight decay. The payload is the momentum update, then
-    the unscaled Newton-Schulz result, both in `ns_dtype`."""
+    the Newton-Schulz result, both in `ns_dtype`."""
+
+    hooks: MuonHooks
 
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     whole_matrices: ClassVar[bool] = True
     step_per_parameter: ClassVar[bool] = False
+
+    @property
+    def sends_parameters(self) -> bool:
+        """With a post-update hook: its work is part of the parameter."""
+        return self.hooks.post_update is not None
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether any hook is set."""
+        return self.hooks.any
 
     def cost(self, shape: tuple[int, ...], itemsize: int, hyper: Hyperparameters) -> float:
         """Newton-Schulz flops."""
@@ -182,56 +218,110 @@ class MuonRule:
         """A zero buffer in the gradient's dtype."""
         return {"momentum_buffer": torch.zeros_like(gradient)}
 
-    def prepare(self, batch: Batch, payload: Sequence[Tensor] | None) -> None:
+    def prepare(self, batch: Batch, payload: Sequence[Tensor]) -> None:
         """Momentum."""
-        hyper = batch.hyperparameters
-        updates = momentum_update(
-            batch.gradients,
-            batch.state("momentum_buffer"),
-            momentum_pair(hyper["momentum"]),
-            nesterov=hyper["nesterov"],
-        )
-        if payload:
-            torch._foreach_copy_(list(payload), updates)
+        hyper, hook = batch.hyperparameters, self.hooks.momentum_update
+        pair, nesterov = momentum_pair(hyper["momentum"]), hyper["nesterov"]
+        buffers = batch.state("momentum_buffer")
+        if hook is not None:
+            updates = run_momentum_update(hook, batch.gradients, buffers, pair, nesterov=nesterov)
+        else:
+            updates = momentum_update(batch.gradients, buffers, pair, nesterov=nesterov)
+        torch._foreach_copy_(list(payload), updates)
 
     def transform(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], hyper: Hyperparameters
+        self, names: Sequence[str], matrices: Sequence[Tensor], hyper: Hyperparameters
     ) -> None:
-        """Newton-Schulz, same-shaped matrices together."""
-        coefficients = resolve_coefficients(
-            hyper["ns_variant"], hyper["ns_steps"], hyper["ns_coefficients"]
-        )
-        by_shape: dict[tuple[int, ...], list[int]] = {}
-        for i, matrix in enumerate(matrices):
-            by_shape.setdefault(matrix_shape(tuple(matrix.shape))[1:], []).append(i)
-        for (rows, columns), members in by_shape.items():
-            views = [matrices[i].reshape(-1, rows, columns) for i in members]
-            stacked = views[0] if len(views) == 1 else torch.cat(views)
-            result = newton_schulz(
-                stacked,
-                coefficients,
-                epsilon=hyper["ns_epsilon"],
-                dtype=hyper["ns_dtype"],
-                algorithm=hyper["ns_algorithm"],
-            )
-            parts = torch.split(result, [len(view) for view in views])
-            torch._foreach_copy_([out[i].reshape(-1, rows, columns) for i in members], list(parts))
+        """Newton-Schulz, same-shaped matrices together; scaled where `finish` cannot do it."""
+        if self.hooks.rewrites:
+            inputs = [rewrite(self.hooks, n, m) for n, m in zip(names, matrices, strict=True)]
+        else:
+            inputs = [NSInputTransform([m], _copy_first) for m in matrices]
+        shapes = [matrix_shape(tuple(t.shape))[1:] for i in inputs for t in i.tensors]
+        flat = [t.reshape(-1, *s) for t, s in zip(_tensors(inputs), shapes, strict=True)]
+        results = self._orthogonalize(flat, hyper)
+        if self.hooks.rewrites or hyper["apply_lr_in_update"]:
+            for result, shape in zip(results, shapes, strict=True):
+                result.mul_(self._folded(shape, hyper))
+        shaped = iter([r.reshape(t.shape) for r, t in zip(results, _tensors(inputs), strict=True)])
+        for rewritten, matrix in zip(inputs, matrices, strict=True):
+            rewritten.restore([next(shaped) for _ in rewritten.tensors], matrix)
 
-    def finish(self, batch: Batch, payload: Sequence[Tensor], *, owner: bool) -> None:
+    def _orthogonalize(self, batches: Sequence[Tensor], hyper: Hyperparameters) -> list[Tensor]:
+        """Each `[B, rows, columns]`, in batches of one shape."""
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for i, batch in enumerate(batches):
+            by_shape.setdefault(tuple(batch.shape[1:]), []).append(i)
+        results: list[Tensor] = list(batches)
+        for members in by_shape.values():
+            parts = [batches[i] for i in members]
+            stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
+            whole = self._zeropower(stacked, hyper)
+            for i, part in zip(members, torch.split(whole, [len(p) for p in parts]), strict=True):
+                results[i] = part
+        return results
+
+    def _zeropower(self, stacked: Tensor, hyper: Hyperparameters) -> Tensor:
+        if self.hooks.zeropower is not None:
+            result = self.hooks.zeropower(stacked, steps=hyper["ns_steps"])
+            if result.shape != stacked.shape:
+                raise ValueError(
+                    f"zeropower_fn returned shape {tuple(result.shape)} for {tuple(stacked.shape)}"
+                )
+            # A copy: a hook may return its argument, which holds the momentum update.
+            return result.to(stacked.dtype, copy=True)
+        return newton_schulz(
+            stacked,
+            resolve_coefficients(hyper["ns_variant"], hyper["ns_steps"], hyper["ns_coefficients"]),
+            epsilon=hyper["ns_epsilon"],
+            dtype=hyper["ns_dtype"],
+            algorithm=hyper["ns_algorithm"],
+        )
+
+    def _folded(self, shape: tuple[int, ...], hyper: Hyperparameters) -> float:
+        """The factor that goes into the payload, where one factor per parameter would not do."""
+        scale = update_scale(shape, hyper["matched_adamw_rms"], hyper["zero_rms_scale_mode"])
+        return -float(hyper["lr"]) * scale if hyper["apply_lr_in_update"] else scale
+
+    def _factor(self, shape: tuple[int, ...], hyper: Hyperparameters) -> float:
+        """The factor of the parameter add: what `_folded` left over."""
+        if hyper["apply_lr_in_update"]:
+            return 1.0
+        lr = float(hyper["lr"])
+        if self.hooks.rewrites:
+            return -lr
+        return -lr * update_scale(shape, hyper["matched_adamw_rms"], hyper["zero_rms_scale_mode"])
+
+    def finish(self, batch: Batch, payload: Sequence[Tensor]) -> None:
         """Weight decay, scale and add."""
         hyper = batch.hyperparameters
-        lr = float(hyper["lr"])
-        factors = [
-            -lr * update_scale(shape, hyper["matched_adamw_rms"], hyper["zero_rms_scale_mode"])
-            for shape in batch.shapes
-        ]
         decay_and_add(
             batch.parameters,
             payload,
-            factors,
-            lr * hyper["weight_decay"],
+            [self._factor(shape, hyper) for shape in batch.shapes],
+            float(hyper["lr"]) * hyper["weight_decay"],
             cautious=hyper["cautious_weight_decay"],
+            negated=hyper["apply_lr_in_update"],
         )
+
+    def after_update(self, batch: Batch) -> None:
+        """The post-update hook, parameter by parameter."""
+        if self.hooks.post_update is None:
+            return
+        hyper = batch.hyperparameters
+        lr, decay, step = float(hyper["lr"]), float(hyper["weight_decay"]), int(hyper["step"])
+        for name, shape, whole, local in zip(
+            batch.names, batch.shapes, batch.whole, batch.parameters, strict=True
+        ):
+            self.hooks.post_update(whole, local, PostUpdateContext(name, shape, lr, decay, step))
+
+
+def _tensors(inputs: Sequence[NSInputTransform]) -> Iterator[Tensor]:
+    return (tensor for rewritten in inputs for tensor in rewritten.tensors)
+
+
+def _copy_first(updates: list[Tensor], out: Tensor) -> None:
+    out.copy_(updates[0])
 
 
 # -------------------------------------------------------------------------------------------- AdamW
@@ -239,12 +329,14 @@ class MuonRule:
 
 @dataclass(frozen=True, slots=True)
 class AdamWRule:
-    """AdamW (Loshchilov and Hutter 2019) by torch's own kernels. The payload is the new parameter,
-    in its own dtype."""
+    """AdamW (Loshchilov and Hutter 2019) by torch's own kernels. It needs no payload: owners send
+    finished parameters."""
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "step")
     whole_matrices: ClassVar[bool] = False
     step_per_parameter: ClassVar[bool] = True
+    sends_parameters: ClassVar[bool] = True
+    runs_user_code: ClassVar[bool] = False
 
     def cost(self, shape: tuple[int, ...], itemsize: int, hyper: Hyperparameters) -> float:
         """Bytes."""
@@ -262,22 +354,20 @@ class AdamWRule:
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         }
 
-    def prepare(self, batch: Batch, payload: Sequence[Tensor] | None) -> None:
+    def prepare(self, batch: Batch, payload: Sequence[Tensor]) -> None:
         """One step on the owner's parameters."""
         _adamw_step(batch)
-        if payload:
-            torch._foreach_copy_(list(payload), list(batch.parameters))
 
     def transform(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], hyper: Hyperparameters
+        self, names: Sequence[str], matrices: Sequence[Tensor], hyper: Hyperparameters
     ) -> None:
-        """Never called: the rule is element-wise."""
-        raise RuntimeError("AdamW has no matrix transform")
+        """Nothing: the rule is element-wise."""
 
-    def finish(self, batch: Batch, payload: Sequence[Tensor], *, owner: bool) -> None:
-        """Replicas take the parameter; the owner's is final."""
-        if not owner:
-            torch._foreach_copy_(list(batch.parameters), list(payload))
+    def finish(self, batch: Batch, payload: Sequence[Tensor]) -> None:
+        """Nothing: `prepare` has done it."""
+
+    def after_update(self, batch: Batch) -> None:
+        """Nothing."""
 
 
 def _adamw_step(batch: Batch) -> None:

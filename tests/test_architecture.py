@@ -27,7 +27,7 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("newton_schulz", "layout", "hyperparameters"),
+        ("newton_schulz", "layout", "hyperparameters", "hooks"),
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight"),

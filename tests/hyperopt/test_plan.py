@@ -26,7 +26,7 @@ def hsdp(replicas: int, shards: int, replica_count: int | None = None) -> Layout
 
 def spec(name: str, shape: tuple[int, ...]) -> ParameterSpec:
     cost = newton_schulz_cost(*matrix_shape(shape), steps=5)
-    return ParameterSpec(name, shape, 0, 0, cost, "bfloat16", 2)
+    return ParameterSpec(name, shape, 0, 0, cost, "bfloat16", 2, "float32")
 
 
 def decoder_1b() -> list[ParameterSpec]:

@@ -34,7 +34,7 @@ class Outcome:
 def tensors(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[Tensor]:
     """Random tensors, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def place(value: Tensor, mesh: Any, dims: Sequence[int | None]) -> Tensor:
