@@ -87,12 +87,13 @@ def split_destination(destination: str) -> tuple[str, str]:
 
 
 def _emit_plan(session: Session, plan: ReshardPlan, destination: str) -> None:
+    files = [*(file.name for file in plan.files), *(file.name for file in plan.kept)]
     document = {
         "source": plan.source,
         "destination": destination,
         "mode": plan.mode,
         "reason": plan.reason,
-        "files": [file.name for file in (*plan.files, *plan.kept)],
+        "files": files,
         "bytes_read": plan.bytes_read,
         "bytes_written": plan.bytes_written,
         "peak_memory": plan.peak_memory,
@@ -105,7 +106,7 @@ def _emit_plan(session: Session, plan: ReshardPlan, destination: str) -> None:
         facts = (
             ("would write", destination),
             ("how", f"{plan.mode}: {plan.reason}"),
-            ("files", len(document["files"])),
+            ("files", len(files)),
             ("reads", size_text(plan.bytes_read)),
             ("writes", size_text(plan.bytes_written)),
             ("peak memory", f"{size_text(plan.peak_memory)} ({plan.workers} workers)"),
