@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,9 +35,15 @@ from hyperopt.state import (
     from_pieces,
     gather_states,
     local_part,
-    parse_state_dict,
     state_shape,
     to_pieces,
+)
+from hyperopt.state_dicts import (
+    localize_states,
+    parse_state_dict,
+    to_flat,
+    to_index_keyed,
+    to_nested,
     wrap_states,
 )
 
@@ -184,6 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         ready = self._ready()
+        self.cleanup_synced_state()
         active = agree_on_gradients(ready.parameters, ready.names, ready.domains, ready.digest)
         gradients = self._active_gradients(active)
         self._create_states(gradients)
@@ -247,22 +255,59 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------- torch's form
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
-        Tensors of sharded parameters are DTensors like them. State that does not exist is absent.
+        Tensors of sharded parameters are DTensors like them; with `localize` they are this rank's
+        parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
+        this rank does not own goes with the dict.
         """
         ready = self._ready()
         with torch.no_grad():
-            states = gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
-            state = wrap_states(states, ready.parameters)
-        groups, first = [], 0
-        for group in self.param_groups:
-            packed = {k: v for k, v in group.items() if k != "params"}
-            packed["params"] = list(range(first, first + len(group["params"])))
-            first += len(group["params"])
-            groups.append(packed)
-        return {"state": state, "param_groups": groups}
+            states = self._complete_states()
+            state = localize_states(states) if localize else wrap_states(states, ready.parameters)
+        return to_index_keyed(state, self.param_groups)
+
+    def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
+        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
+        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+
+        Raises:
+            ValueError: when the parameters were given without names.
+        """
+        self.require_names()
+        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        return to_flat(nested) if flatten else nested
+
+    def require_names(self) -> None:
+        """Raise ValueError when the parameters were given without names."""
+        if any("param_names" not in group for group in self.param_groups):
+            raise ValueError(
+                "parameter names are needed: give the optimizer (name, parameter) pairs, such as "
+                "model.named_parameters()"
+            )
+
+    def _complete_states(self) -> States:
+        if self._store.synced is not None:
+            return self._store.synced
+        ready = self._assembly
+        return gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
+
+    @contextmanager
+    def synchronized_state(self) -> Iterator[None]:
+        """Within the context `state` shows every parameter's state on every rank. Collective on
+        entry; on exit, also after an error, what this rank does not own is freed."""
+        self._ready()
+        with torch.no_grad():
+            self._store.synced = self._complete_states()
+        try:
+            yield
+        finally:
+            self.cleanup_synced_state()
+
+    def cleanup_synced_state(self) -> None:
+        """Free the state that is here only because it was synchronized. No collective."""
+        self._store.synced = None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -438,11 +483,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: when the parameters were given without names.
         """
-        if any("param_names" not in group for group in self.param_groups):
-            raise ValueError(
-                "checkpoints need parameter names: give the optimizer (name, parameter) pairs, "
-                "such as model.named_parameters()"
-            )
+        self.require_names()
         return self._ready().placements()
 
     def ownership(self) -> list[Ownership]:

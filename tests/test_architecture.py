@@ -31,6 +31,7 @@ LAYERS = {
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight"),
+        ("state_dicts",),
         ("assembly",),
         ("distributed",),
         ("muon", "adamw", "chained"),
