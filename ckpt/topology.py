@@ -63,7 +63,7 @@ class Target:
     ownership: tuple[OwnershipEntry, ...]
 
 
-# --------------------------------------------------------------------------------------------- mesh
+# ------------------------------------------------------------------------------------------- mesh
 
 
 def make_mesh(names: Sequence[str], sizes: Sequence[int]) -> MeshSpec:
@@ -244,7 +244,7 @@ def ownership_entry(optimizer: str, ownership: Ownership) -> OwnershipEntry:
     return OwnershipEntry(optimizer, ownership.member, ownership.replica_count, slots)
 
 
-# ----------------------------------------------------------------------------------------- retarget
+# --------------------------------------------------------------------------------------- retarget
 
 
 def retarget(
@@ -364,7 +364,7 @@ def _placement_by_name(
     return Placement(0) if sharded else Placement()
 
 
-# ------------------------------------------------------------------------------------------- owners
+# ----------------------------------------------------------------------------------------- owners
 
 
 def _new_owners(

@@ -86,7 +86,7 @@ def hsdp_manifest() -> Manifest:
     return make_manifest(tensors, HSDP, ownership=(OWNERS,))
 
 
-# --------------------------------------------------------------------------------------------- mesh
+# ------------------------------------------------------------------------------------------- mesh
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_meshes_are_described_for_people() -> None:
     assert describe_topology(Topology(3, ())) == "3 ranks, no mesh"
 
 
-# ------------------------------------------------------------------------------ manifest <-> placed
+# ---------------------------------------------------------------------------- manifest <-> placed
 
 
 def test_state_gets_its_parameters_owners_and_others_get_none() -> None:
@@ -207,7 +207,7 @@ def test_a_mesh_whose_ranks_do_not_fit_is_corrupt() -> None:
         placed_tensors(make_manifest({}, Mesh(("shard",), (2,), (0, 1, 2))))
 
 
-# ----------------------------------------------------------------------------------------- retarget
+# --------------------------------------------------------------------------------------- retarget
 
 
 def placements(manifest: Manifest, mesh: str, key: str) -> str:
@@ -279,7 +279,7 @@ def test_a_new_fsdp_dim_is_strided_over_tensor_parallelism() -> None:
     assert placements(manifest, "fsdp=2,tp=2", "w") == "_S(0,2) S(0)"
 
 
-# ------------------------------------------------------------------------------------------- owners
+# ----------------------------------------------------------------------------------------- owners
 
 
 def test_owners_are_assigned_over_recorded_costs_and_order() -> None:
