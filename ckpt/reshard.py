@@ -24,7 +24,7 @@ import xxhash
 from ckpt.checkpoint import Checkpoint
 from ckpt.commit import PENDING_PREFIX, PendingCheckpoint
 from ckpt.errors import CheckpointError, CorruptError, DestinationExistsError, UsageError
-from ckpt.formats.dcp import encode_metadata
+from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import FileEntry, Index, Manifest, Parent, encode_index
 from ckpt.reshard_plan import (
     DATA_SUFFIX,

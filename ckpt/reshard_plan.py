@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt.checkpoint import METADATA_NAME, Checkpoint
+from ckpt.checkpoint import Checkpoint
 from ckpt.commit import check_coverage
 from ckpt.data_file import DTYPES
 from ckpt.errors import UsageError
-from ckpt.manifest import FileEntry, Manifest, TensorEntry
+from ckpt.manifest import METADATA_NAME, FileEntry, Manifest, TensorEntry
 from ckpt.planner import PlannedChunk, plan_writes
 from ckpt.streams import Stream, TensorSource, make_streams
 from ckpt.topology import PlacedTensor, Target, placed_tensors, retarget

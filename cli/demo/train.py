@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt.load import load
-from ckpt.manager import CheckpointManager
+from ckpt import CheckpointManager, load
 from cli.demo.data import SEQUENCE_LENGTH, global_batch, rank_part, standard_library_text
 from cli.demo.job import Job, RankFailed, RankResult, StepDone
 from cli.demo.model import Decoder, sequence_losses

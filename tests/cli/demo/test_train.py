@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.load import load
-from ckpt.save import save
+from ckpt import load, save
 from cli.demo.data import GLOBAL_BATCH, global_batch, rank_part, standard_library_text
 from cli.demo.job import Job, StepDone
 from cli.demo.results import Limits, Run, Schedule, judge
