@@ -7,6 +7,7 @@ the demo about a minute of imports. This process never imports torch.
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,26 +43,25 @@ class _Watched:
 
 def launch(
     job: Job,
-    rendezvous: Path,
     *,
     on_step: Callable[[StepDone], None],
     kill_after: int | None = None,
 ) -> Outcome:
     """Run a job on as many processes as its mesh has ranks.
 
-    `rendezvous` is a file name that does not exist yet. With `kill_after`, every rank gets SIGKILL
-    as soon as that many updates are done. Raises CheckpointError, with the rank's traceback, if a
-    rank fails, and stops the others.
+    With `kill_after`, every rank gets SIGKILL as soon as that many updates are done. Raises
+    CheckpointError, caused by the rank's traceback, if a rank fails, and stops the others.
     """
     started = time.monotonic()
     ranks = _Watched()
-    try:
-        _start(job, rendezvous, ranks)
-        _watch(ranks, started + _PATIENCE, on_step, kill_after)
-        if kill_after is None:
-            _let_finish(ranks)
-    finally:
-        _kill(ranks)
+    with tempfile.TemporaryDirectory(prefix="hyperopt-ckpt-ranks-") as meeting_place:
+        try:
+            _start(job, Path(meeting_place) / "store", ranks)
+            _watch(ranks, started + _PATIENCE, on_step, kill_after)
+            if kill_after is None:
+                _let_finish(ranks)
+        finally:
+            _kill(ranks)
     results = tuple(ranks.results[rank] for rank in sorted(ranks.results))
     return Outcome(ranks.losses, results, time.monotonic() - started)
 

@@ -113,8 +113,8 @@ class Teller:
         plan = plan_reshard(checkpoint, parse_mesh(f"replicate={replicas},shard={shards}"))
         result = execute_reshard(plan, checkpoint, open_storage(self.directory), name)
         how = f"read {size_text(result.bytes_read)}, wrote {size_text(result.bytes_written)}"
-        if result.files_linked:
-            how = f"the same shards, so {result.files_linked} data files are shared, none copied"
+        if not result.bytes_written:
+            how = "the same shards, so the data files are shared and nothing is copied"
         self.say(f"      {how}, {result.seconds:.1f} s")
         return self.directory / name
 
@@ -144,12 +144,7 @@ class Teller:
         )
 
     def _launch(self, job: Job, kill_after: int | None = None) -> Outcome:
-        number = len(list(self.directory.glob("rendezvous-*")))
-        rendezvous = self.directory / f"rendezvous-{number}"
-        rendezvous.touch()
-        return launch(
-            job, rendezvous.with_suffix(".store"), on_step=self._heard, kill_after=kill_after
-        )
+        return launch(job, on_step=self._heard, kill_after=kill_after)
 
     def _heard(self, done: StepDone) -> None:
         if done.step % 10 == 0:

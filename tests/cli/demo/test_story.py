@@ -41,5 +41,5 @@ def test_the_whole_story(tmp_path: Path) -> None:
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
     job = Job(None, 4, resume_from=tmp_path / "missing")
     with pytest.raises(CheckpointError, match=r"rank 0 .*missing") as caught:
-        launch(job, tmp_path / "rendezvous", on_step=lambda _done: None)
+        launch(job, on_step=lambda _done: None)
     assert "Traceback" in str(caught.value.__cause__)
