@@ -20,6 +20,7 @@ from ckpt.data_file import ALIGNMENT, DTYPES, DataFileWriter, entry_footer, entr
 from ckpt.manifest import ChunkEntry
 from ckpt.storage_local import LocalStorage
 from hyperopt.ownership import Box
+from tests.ckpt.samples import raw_bytes
 
 
 class MemoryWriter:
@@ -40,11 +41,6 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Te
         return torch.randint(0, 2, shape, generator=generator).bool()
     raw = torch.randint(0, 256, (count * DTYPES[dtype].itemsize,), generator=generator)
     return raw.to(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
-
-
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Little-endian row-major bytes of a tensor."""
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_one(dtype: str, tensor: torch.Tensor) -> tuple[bytes, ChunkEntry]:
