@@ -132,8 +132,9 @@ class _UnitRun:
             self.failure.attempt(self.rule.prepare, batch, views)
         gathered = [s for s in mine if s.compute is not None]
         if gathered and self.payload is not None:
-            send, receive = self.splits(gathered)
-            self.gathering = exchange(self.payload[: sum(send)], send, receive, self.seat)
+            elements = self.splits(gathered)
+            send = self.payload[: sum(elements[self.seat.shard])]
+            self.gathering = exchange(send, elements, self.seat, self.plan.gather)
 
     def compute(self) -> None:
         """Transform whole matrices: gathered ones for this shard, and those it holds anyway."""
@@ -150,8 +151,8 @@ class _UnitRun:
         matrices = self.assemble(here, received)
         self.transform(here, matrices)
         self.scatter_into(here, matrices, received)
-        send, receive = self.splits(gathered)
-        self.returning = exchange(received, receive, send, self.seat)
+        back = list(zip(*self.splits(gathered), strict=True))
+        self.returning = exchange(received, back, self.seat, self.plan.gather)
 
     def publish(self) -> None:
         """Send what this rank owns to its replicas, and receive what they own."""
@@ -222,12 +223,13 @@ class _UnitRun:
         index = next(slot.parameter for part in self.unit.owned for slot in part)
         return self.tensors.parameters[index]
 
-    def splits(self, gathered: Sequence[Slot]) -> tuple[list[int], list[int]]:
-        """Elements that this shard sends to, and receives from, every shard."""
-        shards, me = range(len(gathered[0].elements)), self.seat.shard
-        send = [sum(s.elements[me] for s in gathered if s.compute == to) for to in shards]
-        here = [s for s in gathered if s.compute == me]
-        return send, [sum(s.elements[source] for s in here) for source in shards]
+    def splits(self, gathered: Sequence[Slot]) -> list[list[int]]:
+        """Elements that each shard sends to each compute shard; `[from][to]`."""
+        shards = range(len(gathered[0].elements))
+        return [
+            [sum(s.elements[source] for s in gathered if s.compute == to) for to in shards]
+            for source in shards
+        ]
 
     def batches(
         self, slots: Sequence[Slot], buffer: Tensor | None, *, owned: bool
