@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ckpt.manager import CheckpointManager
     from ckpt.reshard import execute_reshard, plan_reshard
     from ckpt.saving import save
-    from ckpt.verify import verify
 
 __all__ = [
     "CheckpointError",
@@ -43,7 +42,6 @@ __all__ = [
     "open_checkpoint",
     "plan_reshard",
     "save",
-    "verify",
 ]
 
 _MODULES = {
@@ -62,7 +60,6 @@ _MODULES = {
     "open_checkpoint": "ckpt.checkpoint",
     "plan_reshard": "ckpt.reshard",
     "save": "ckpt.saving",
-    "verify": "ckpt.verify",
 }
 
 

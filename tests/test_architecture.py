@@ -37,11 +37,13 @@ LAYERS = {
         ("muon", "adamw", "chained"),
     ),
     "ckpt": (
-        ("errors",),
+        ("errors", "names", "dtypes", "schema"),
+        ("manifest_checks", "inert_pickle"),
         ("manifest", "topology", "values"),
+        ("storage_protocol", "storage_local", "storage_fsspec"),
         (
-            *("storage", "ranges", "data_file", "planner", "merge", "streams"),
-            *("formats", "formats.dcp"),
+            *("storage", "ranges", "data_file", "planner", "merge", "streams", "torch_archive"),
+            *("formats", "formats.dcp_reader", "formats.dcp", "coverage", "verify_data"),
         ),
         ("formats.dcp_writer", "rewrite"),
         ("checkpoint", "commit", "summary"),
@@ -60,7 +62,7 @@ LAYERS = {
 NEEDS_TORCH = (
     *("ckpt.app_state", "ckpt.state.", "ckpt.capture", "ckpt.coordinator"),
     *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
-    "ckpt.formats.dcp",
+    "ckpt.formats.dcp.",
 )
 
 MAX_FILE_LINES = 550
