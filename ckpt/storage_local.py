@@ -26,11 +26,11 @@ _FICLONE = 0x40049409
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 _CANNOT_CLONE = {errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOTSUP, errno.ENOSYS, errno.EPERM}
 _CANNOT_SYNC_DIRECTORY = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
-_BUFFER = 1 << 20
+_BUFFER = 1 << 16
 
 
 class LocalWriter:
-    """A new file. Small writes are gathered into blocks of 1 MiB, larger ones go straight through.
+    """A new file. Small writes are gathered into blocks of 64 KiB, larger ones go straight through.
 
     Errors of the file system carry the path, so that a failed save can name it.
     """
