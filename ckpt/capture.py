@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckpt.app_state import open_parts
-from ckpt.coordinator import LEADER, Coordinator, everywhere
+from ckpt.coordinator import LEADER, Coordinator, everywhere, gather_distinct
 from ckpt.errors import CheckpointError, IncompatibleError, UsageError
 from ckpt.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.planner import PlannedChunk, WritePlan, plan_writes, table_digest
@@ -185,7 +185,7 @@ def _agree_on_layout(
     if known is None:
         layout = own
         if len(set(digests)) > 1:
-            layout = merge_layouts(coordinator.all_gather_object(own))
+            layout = merge_layouts(gather_distinct(coordinator, digests, own))
         known = (layout, plan_writes(layout.placed, world_size))
         cache.put(digests, known)
     return known
@@ -196,7 +196,7 @@ def _agree_on_records(own: Records, coordinator: Coordinator) -> Records:
     digests = coordinator.all_gather_object(own.digest())
     if len(set(digests)) == 1:
         return own
-    return merge_records(coordinator.all_gather_object(own))
+    return merge_records(gather_distinct(coordinator, digests, own))
 
 
 def _settle_copies(
@@ -218,9 +218,10 @@ def _settle_copies(
         if local.is_copy
     }
     digest = hashlib.sha256(repr(copies).encode()).digest()
-    if len(set(coordinator.all_gather_object(digest))) == 1:
+    digests = coordinator.all_gather_object(digest)
+    if len(set(digests)) == 1:
         return plan
-    differing = _differing(coordinator.all_gather_object(copies))
+    differing = _differing(gather_distinct(coordinator, digests, copies))
     if not differing:
         return plan
     if coordinator.rank == LEADER:

@@ -7,7 +7,7 @@ failure on any rank becomes an error on every rank, so that nobody waits for a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +38,9 @@ class Coordinator(Protocol):
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, in order of rank."""
 
+    def gather_object(self, value: T) -> list[T] | None:
+        """Every rank's value on the leader, None on all others."""
+
     def broadcast_object(self, value: T) -> T:
         """The leader's value."""
 
@@ -56,6 +59,10 @@ class SingleProcess:
     world_size: int = 1
 
     def all_gather_object(self, value: T) -> list[T]:
+        """The one value."""
+        return [value]
+
+    def gather_object(self, value: T) -> list[T] | None:
         """The one value."""
         return [value]
 
@@ -83,6 +90,13 @@ class GlooGroup:
         values: list[Any] = [None] * self.world_size
         with _peers_alive():
             dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather_object(self, value: T) -> list[T] | None:
+        """Every rank's value on the leader, None on all others."""
+        values: list[Any] | None = [None] * self.world_size if self.rank == LEADER else None
+        with _peers_alive():
+            dist.gather_object(value, values, dst=LEADER, group=self.group)
         return values
 
     def broadcast_object(self, value: T) -> T:
@@ -132,6 +146,16 @@ def _peers_alive() -> Iterator[None]:
         raise TryAgainError(
             f"another rank died or stopped answering during a checkpoint operation: {error}"
         ) from error
+
+
+def gather_distinct(coordinator: Coordinator, digests: Sequence[bytes], own: T) -> list[T]:
+    """Every rank's value, where values of equal digest are equal: only one of each travels.
+
+    `digests` are those of all ranks. A collective.
+    """
+    first = digests.index(digests[coordinator.rank])
+    gathered = coordinator.all_gather_object(own if first == coordinator.rank else None)
+    return [cast(T, gathered[digests.index(digest)]) for digest in digests]
 
 
 # ----------------------------------------------------------------------------- failures of a rank

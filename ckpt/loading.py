@@ -19,7 +19,14 @@ import torch
 
 from ckpt.app_state import open_parts
 from ckpt.checkpoint import Checkpoint, open_checkpoint
-from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, together
+from ckpt.coordinator import (
+    LEADER,
+    Coordinator,
+    coordinating,
+    everywhere,
+    gather_distinct,
+    together,
+)
 from ckpt.errors import CorruptError, IncompatibleError, NotFoundError, TryAgainError
 from ckpt.manifest import Manifest
 from ckpt.reading import read_targets
@@ -184,9 +191,10 @@ def _union(coordinator: Coordinator, own: Callable[[], set[str]]) -> set[str]:
     """The union of all ranks' keys; they travel only where ranks differ."""
     keys = own()
     digest = hashlib.sha256("\0".join(sorted(keys)).encode()).digest()
-    if len(set(coordinator.all_gather_object(digest))) == 1:
+    digests = coordinator.all_gather_object(digest)
+    if len(set(digests)) == 1:
         return keys
-    return {key for other in coordinator.all_gather_object(keys) for key in other}
+    return {key for other in gather_distinct(coordinator, digests, keys) for key in other}
 
 
 def _unexpected(manifest: Manifest, names: Sequence[str], claimed: set[str]) -> list[str]:

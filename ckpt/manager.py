@@ -70,7 +70,8 @@ class CheckpointManager:
         for option, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise UsageError(f"{option}={value}: must be at least 1, or None")
-        self.storage = open_storage(root) if isinstance(root, str | PathLike) else root
+        self._coordinator: Coordinator = open_coordinator(timeout)
+        self.storage = everywhere(self._coordinator, f"open {root}", lambda: _storage(root))
         self.last_load: LoadReport | None = None
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -79,7 +80,6 @@ class CheckpointManager:
         self._require_finite = require_finite
         self._parent: Parent | None = None
         self._plans = PlanCache()
-        self._coordinator: Coordinator = open_coordinator(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -197,3 +197,7 @@ class CheckpointManager:
             return None
         self._parent = Parent(name, report.step, report.sha256)
         return report.step
+
+
+def _storage(root: Storage | str | PathLike[str]) -> Storage:
+    return open_storage(root) if isinstance(root, str | PathLike) else root

@@ -22,7 +22,7 @@ import xxhash
 
 from ckpt.capture import CapturedState, PlanCache, PlannedWrite, capture_state
 from ckpt.commit import PendingCheckpoint, check_coverage
-from ckpt.coordinator import LEADER, Coordinator, coordinating, on_leader, together
+from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader
 from ckpt.data_file import DataFileWriter
 from ckpt.errors import CheckpointError, DestinationExistsError, UsageError
 from ckpt.formats.dcp import encode_metadata
@@ -98,8 +98,9 @@ def save(
     """
     root, name = split_path(path)
     with coordinating(coordinator) as ranks:
+        storage = everywhere(ranks, f"open {root}", lambda: open_storage(root))
         captured = capture_state(state, ranks, PlanCache(), require_finite)
-        return write_state(captured, Destination(open_storage(root), name, step), ranks)
+        return write_state(captured, Destination(storage, name, step), ranks)
 
 
 def split_path(path: str | PathLike[str]) -> tuple[str, str]:
@@ -122,12 +123,13 @@ def write_state(
     token = on_leader(coordinator, "save", lambda: _new_token(destination))
     pending = PendingCheckpoint(destination.root, destination.name, token)
     try:
-        receipts = together(
+        receipt = everywhere(
             coordinator,
             f"save {destination.name}",
             lambda: _write_rank(destination, token, captured, coordinator.rank),
         )
-        sha256 = on_leader(
+        receipts = coordinator.gather_object(receipt) or []
+        return on_leader(
             coordinator,
             f"commit {destination.name}",
             lambda: _commit(pending, captured, destination, receipts),
@@ -136,9 +138,6 @@ def write_state(
         if coordinator.rank == LEADER:
             _abandon(pending)
         raise
-    url = destination.root.child(destination.name).url
-    sizes = tuple(receipt.data_bytes for receipt in receipts)
-    return SaveReport(destination.name, url, destination.step, sha256, sizes)
 
 
 def _new_token(destination: Destination) -> str:
@@ -229,13 +228,16 @@ def _commit(
     captured: CapturedState,
     destination: Destination,
     receipts: Sequence[_Receipt],
-) -> str:
-    """Check that everything was written, and commit. Returns the manifest's digest."""
+) -> SaveReport:
+    """Check that everything was written, and commit."""
     manifest = _manifest(captured, destination, receipts)
     indexes = [decode_index(r.index, f"rank {i}") for i, r in enumerate(receipts) if r.index]
     check_coverage(manifest.tensors, indexes)
     metadata = encode_metadata(manifest.tensors, indexes, captured.names)
-    return pending.commit(manifest, metadata).sha256
+    committed = pending.commit(manifest, metadata)
+    url = destination.root.child(destination.name).url
+    sizes = tuple(receipt.data_bytes for receipt in receipts)
+    return SaveReport(destination.name, url, destination.step, committed.sha256, sizes)
 
 
 def _manifest(
