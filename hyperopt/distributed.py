@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm
+from hyperopt import comm, guard
 from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, to_json
@@ -92,6 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._plan_config = plan or PlanConfig()
         self._store = StateStore()
         self._groups_changed = False
+        self._steps = 0
+        self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
         self._assembly = self._assemble()
 
@@ -139,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = self._assemble()
         states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
         entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
-        self._assembly = new
+        self._assembly, self._columns = new, None
         self._store.clear()
         self._store.entries.update(entries)
         for index, state in states.items():
@@ -208,7 +210,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         )
         self._raise_together(error)
+        self._steps += 1
+        every = self._plan_config.check_replicas_every
+        if every and self._steps % every == 0:
+            self.check_replicas(heal=True)
         return loss
+
+    def check_replicas(self, *, heal: bool = False) -> list[str]:
+        """Names of parameters whose replicas differ in any bit, for this rank's shards. Collective.
+
+        Covers all replicas, also those of other sub-groups. With `heal` the first replica's values
+        are sent to the others. Differences are logged as a warning.
+        """
+        ready = self._ready()
+        if self._columns is None:
+            self._columns = guard.take_columns(ready.plan, ready.executor.seats, ready.parameters)
+        diverged = guard.find_diverged(ready.plan, self._columns, ready.parameters)
+        names = [ready.names[i] for i in diverged]
+        if names:
+            logger.warning(
+                "rank %d: replicas differ in %s%s",
+                comm.current_rank(),
+                names,
+                "; took the first replica's values" if heal else "",
+            )
+        if heal:
+            guard.heal(ready.plan, self._columns, ready.parameters, diverged)
+        return names
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any

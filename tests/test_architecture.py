@@ -30,7 +30,7 @@ LAYERS = {
         ("newton_schulz", "layout", "hyperparameters", "hooks"),
         ("rules", "plan"),
         ("comm",),
-        ("executor", "state", "preflight"),
+        ("executor", "state", "preflight", "guard"),
         ("state_dicts",),
         ("assembly",),
         ("distributed",),

@@ -240,7 +240,7 @@ def test_an_oversized_file_is_refused_unread() -> None:
         read_index(HugeStorage(), FileEntry("i.json", MAX_JSON_BYTES + 1, HASH))  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------- index
+# ------------------------------------------------------------------------------------------ index
 
 
 def chunk(**fields: Any) -> Any:
