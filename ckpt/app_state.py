@@ -18,16 +18,17 @@ from ckpt.state.torch_optimizer import TorchPart
 from hyperopt.ownership import OwnedState
 
 
-def open_parts(state: Mapping[str, Any]) -> list[Part]:
+def open_parts(state: Mapping[str, Any], reader: TensorReader) -> list[Part]:
     """The parts of a state: modules first, then optimizers, then all others, each in given order.
 
     That is the order in which they are loaded, so that a scheduler finds its optimizer loaded.
     Raises UsageError, naming the object, for what has no state to save.
     """
-    reader = TensorReader()
     modules = {name: found for name, value in state.items() if (found := _modules(name, value))}
     models = [ModelPart(name, found, reader) for name, found in modules.items()]
-    parameters = parameter_names([module for found in modules.values() for module in found])
+    named = [module for found in modules.values() for module in found]
+    has_optimizer = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
+    parameters = parameter_names(named) if has_optimizer else {}
     optimizers: list[Part] = []
     others: list[Part] = []
     for name, value in state.items():

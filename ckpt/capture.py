@@ -23,7 +23,7 @@ from ckpt.planner import PlannedChunk, WritePlan, plan_writes, table_digest
 from ckpt.state.objects import tensor_digest
 from ckpt.state.part import PER_RANK, Snapshot
 from ckpt.state.rng import capture_rng
-from ckpt.state.tensors import LocalTensor, Piece, sub_box
+from ckpt.state.tensors import LocalTensor, Piece, TensorReader, sub_box
 from ckpt.topology import PlacedTensor
 from ckpt.values import tagged
 from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
@@ -31,6 +31,11 @@ from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
 log = logging.getLogger(__name__)
 
 PRIVATE_FORMAT = 1
+
+
+def _same_table(one: dict[str, PlacedTensor], other: dict[str, PlacedTensor]) -> bool:
+    """Equal, in equal order; quick where the values are the same objects."""
+    return list(one) == list(other) and list(one.values()) == list(other.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,19 @@ class CapturedState:
 
 @dataclass(slots=True)
 class PlanCache:
-    """Layouts and plans of earlier saves, by the digests of all ranks' layouts."""
+    """What one save can take over from earlier ones: descriptions of tensors, and layouts and plans
+    by the digests of all ranks' layouts. It keeps no tensor alive."""
 
     limit: int = 2
+    reader: TensorReader = field(default_factory=TensorReader)
     _known: dict[tuple[bytes, ...], tuple[Layout, WritePlan]] = field(default_factory=dict)
+    _last: tuple[dict[str, PlacedTensor], bytes] | None = None
+
+    def digest(self, placed: dict[str, PlacedTensor], world_size: int) -> bytes:
+        """`table_digest`, which need not be computed again for the table of the last save."""
+        if self._last is None or not _same_table(self._last[0], placed):
+            self._last = (placed, table_digest(placed, world_size))
+        return self._last[1]
 
     def get(self, digests: tuple[bytes, ...]) -> tuple[Layout, WritePlan] | None:
         """What was made for the same layouts."""
@@ -88,7 +102,7 @@ def capture_state(
     `require_finite` finds an infinity or NaN in floating state.
     """
     rng = capture_rng()  # first, since what follows may use them
-    shared, objects = everywhere(coordinator, "save", lambda: _take(state))
+    shared, objects = everywhere(coordinator, "save", lambda: _take(state, cache.reader))
     private = _private_names(shared, objects, coordinator)
     objects = {name: snapshot for name, snapshot in objects.items() if name not in private}
     tensors = _tensors([*shared.values(), *objects.values()])
@@ -114,9 +128,9 @@ def capture_state(
 Snapshots = dict[str, Snapshot]
 
 
-def _take(state: Mapping[str, Any]) -> tuple[Snapshots, Snapshots]:
+def _take(state: Mapping[str, Any], reader: TensorReader) -> tuple[Snapshots, Snapshots]:
     """Snapshots of modules and optimizers, and of all other objects."""
-    parts = [(part, part.capture()) for part in open_parts(state)]
+    parts = [(part, part.capture()) for part in open_parts(state, reader)]
     shared = {part.name: snapshot for part, snapshot in parts if part.is_shared}
     return shared, {part.name: snapshot for part, snapshot in parts if not part.is_shared}
 
@@ -166,7 +180,7 @@ def _agree_on_layout(
 ) -> tuple[Layout, WritePlan]:
     """The layout that all ranks together have, and its plan. A collective."""
     world_size = coordinator.world_size
-    digests = tuple(coordinator.all_gather_object(table_digest(own.placed, world_size)))
+    digests = tuple(coordinator.all_gather_object(cache.digest(own.placed, world_size)))
     known = cache.get(digests)
     if known is None:
         layout = own
@@ -257,9 +271,12 @@ def planned_writes(
 
 
 def _data(chunk: PlannedChunk, local: LocalTensor, rank: int) -> torch.Tensor:
-    holder = _holder(chunk, local.pieces)
+    pieces = local.pieces()
+    if len(pieces) == 1 and pieces[0].box == chunk.box:
+        return pieces[0].tensor
+    holder = _holder(chunk, pieces)
     if holder is None:
-        have = [(list(p.box.offsets), list(p.box.sizes)) for p in local.pieces]
+        have = [(list(p.box.offsets), list(p.box.sizes)) for p in pieces]
         raise CheckpointError(
             f"{chunk.key}: rank {rank} should write offsets {list(chunk.box.offsets)} sizes "
             f"{list(chunk.box.sizes)}, but has {have}; its optimizer or mesh is not what it says"

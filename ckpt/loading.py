@@ -26,6 +26,7 @@ from ckpt.reading import read_targets
 from ckpt.state.groups import state_key
 from ckpt.state.part import Fit, Redistribute, Saved, private_file
 from ckpt.state.rng import restore_rng
+from ckpt.state.tensors import TensorReader
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def load_state(
         options.allow_narrowing,
         options.redistribute or {},
     )
-    fits = everywhere(coordinator, "load", lambda: [p.fit(saved) for p in open_parts(state)])
+    fits = everywhere(coordinator, "load", lambda: _fits(state, saved))
     warnings = _check_fits(manifest, list(state), fits, checkpoint.storage.url, coordinator)
     targets = [target for fit in fits for target in fit.targets]
     bytes_read = together(coordinator, "load", lambda: read_targets(checkpoint, targets))
@@ -102,6 +103,10 @@ def load_state(
     return LoadReport(
         checkpoint.storage.url, manifest.step, manifest.sha256, tuple(bytes_read), warnings
     )
+
+
+def _fits(state: Mapping[str, Any], saved: Saved) -> list[Fit]:
+    return [part.fit(saved) for part in open_parts(state, TensorReader())]
 
 
 def _same_everywhere(manifest: Manifest, coordinator: Coordinator) -> None:

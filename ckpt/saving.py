@@ -22,7 +22,7 @@ import xxhash
 
 from ckpt.capture import CapturedState, PlanCache, PlannedWrite, capture_state
 from ckpt.commit import PendingCheckpoint, check_coverage
-from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader, together
+from ckpt.coordinator import LEADER, Coordinator, coordinating, on_leader, together
 from ckpt.data_file import DataFileWriter
 from ckpt.errors import CheckpointError, DestinationExistsError, UsageError
 from ckpt.formats.dcp import encode_metadata
@@ -120,16 +120,12 @@ def write_state(
     """Write and commit a captured state. A collective; after an error nothing is left but, where a
     rank died, a pending directory."""
     token = on_leader(coordinator, "save", lambda: _new_token(destination))
-    pending = everywhere(
-        coordinator,
-        f"save {destination.name}",
-        lambda: PendingCheckpoint.begin(destination.root, destination.name, token),
-    )
+    pending = PendingCheckpoint(destination.root, destination.name, token)
     try:
         receipts = together(
             coordinator,
             f"save {destination.name}",
-            lambda: _write_rank(pending, captured, coordinator.rank),
+            lambda: _write_rank(destination, token, captured, coordinator.rank),
         )
         sha256 = on_leader(
             coordinator,
@@ -166,7 +162,10 @@ def _abandon(pending: PendingCheckpoint) -> None:
 # -------------------------------------------------------------------------------------- one rank
 
 
-def _write_rank(pending: PendingCheckpoint, captured: CapturedState, rank: int) -> _Receipt:
+def _write_rank(
+    destination: Destination, token: str, captured: CapturedState, rank: int
+) -> _Receipt:
+    pending = PendingCheckpoint.begin(destination.root, destination.name, token)
     storage = pending.storage
     files: list[FileEntry] = []
     chunks: list[ChunkEntry] = []

@@ -31,6 +31,9 @@ from hyperopt.ownership import Box
 from hyperopt.plan import Slot, StepPlan, Unit
 from hyperopt.rules import Batch, Hyperparameters, UpdateRule
 
+IN_PLACE_BYTES = 1 << 18
+"""Parameters of at least this size travel unpacked: two copies cost more than one call."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -109,7 +112,7 @@ class _UnitRun:
     payload: Tensor | None = None
     gathering: Pending | None = None
     returning: Pending | None = None
-    arriving: list[Pending] = field(default_factory=list)
+    arriving: list[tuple[int, list[Slot], Pending]] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------- stages
 
@@ -167,22 +170,38 @@ class _UnitRun:
         if self.seat.replica_group is None:
             return
         for owner in range(len(self.unit.owned)):
-            self.arriving.append(publish(self.outgoing(owner), owner, self.seat))
+            for slots, buffer in self.parcels(owner):
+                self.arriving.append((owner, slots, publish(buffer, owner, self.seat)))
 
-    def outgoing(self, owner: int) -> Tensor:
-        """The buffer of an owner: packed on the owner itself, empty on its replicas."""
+    def parcels(self, owner: int) -> Iterator[tuple[list[Slot], Tensor]]:
+        """What travels for an owner, in a fixed order: slots, and the buffer that they are in.
+
+        A payload travels as it lies. Of parameters, large ones travel in place, without being
+        packed and unpacked, and the others in one packed buffer.
+        """
         slots, own = self.active(owner), owner == self.seat.coordinate
         if not self.rule.sends_parameters:
-            return (
+            yield (
+                slots,
                 self.payload
                 if own and self.payload is not None
-                else self.empty(slots, self.unit.wire)
+                else self.empty(slots, self.unit.wire),
             )
-        buffer = self.empty(slots, self.unit.dtype)
-        if own and slots:
-            parameters = [self.tensors.parameters[s.parameter] for s in slots]
-            torch._foreach_copy_(self.views(slots, buffer), parameters)
-        return buffer
+            return
+        large = [s for s in slots if self.local_bytes(s) >= IN_PLACE_BYTES]
+        for slot in large:
+            yield [slot], self.tensors.parameters[slot.parameter].contiguous().view(-1)
+        small = [s for s in slots if self.local_bytes(s) < IN_PLACE_BYTES]
+        buffer = self.empty(small, self.unit.dtype)
+        if own and small:
+            parameters = [self.tensors.parameters[s.parameter] for s in small]
+            torch._foreach_copy_(self.views(small, buffer), parameters)
+        yield small, buffer
+
+    def local_bytes(self, slot: Slot) -> int:
+        """Bytes of this shard's part of a parameter; the same on all of its replicas."""
+        itemsize = self.tensors.parameters[slot.parameter].element_size()
+        return slot.elements[self.seat.shard] * itemsize
 
     def finish_owned(self) -> None:
         """On the owner: the parameters as all replicas shall have them."""
@@ -192,19 +211,25 @@ class _UnitRun:
             self.failure.attempt(self.rule.after_update, batch)
 
     def apply(self) -> None:
-        """Bring every owner's buffer into the parameters."""
-        buffers = dict(enumerate(pending.wait() for pending in self.arriving))
-        if not buffers and self.payload is not None:
-            buffers = {self.seat.coordinate: self.payload}
-        for owner, buffer in buffers.items():
-            slots = self.active(owner)
-            if not self.rule.sends_parameters:
-                for batch, views in self.batches(slots, buffer, owned=False):
-                    self.failure.attempt(self.rule.finish, batch, views)
-            elif owner != self.seat.coordinate and slots:
-                parameters = [self.tensors.parameters[s.parameter] for s in slots]
-                torch._foreach_copy_(parameters, self.views(slots, buffer))
+        """Bring everything that arrived into the parameters."""
+        if self.seat.replica_group is None and self.payload is not None:
+            mine = self.seat.coordinate
+            self.arriving.append((mine, self.active(mine), Pending(self.payload)))
+        for owner, slots, pending in self.arriving:
+            buffer = pending.wait()
+            if self.rule.sends_parameters:
+                if owner != self.seat.coordinate:
+                    self.take(slots, buffer)
+                continue
+            for batch, views in self.batches(slots, buffer, owned=False):
+                self.failure.attempt(self.rule.finish, batch, views)
         self.payload, self.arriving = None, []
+
+    def take(self, slots: Sequence[Slot], buffer: Tensor) -> None:
+        """Copy received parameters, unless they were received in place."""
+        parameters = [self.tensors.parameters[s.parameter] for s in slots]
+        if parameters and parameters[0].data_ptr() != buffer.data_ptr():
+            torch._foreach_copy_(parameters, self.views(slots, buffer))
 
     # ------------------------------------------------------------------------------------ packing
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ class ModelPart:
         for (fqn, *_), value in self._entries():
             key = f"{self.name}.{fqn}"
             if isinstance(value, torch.Tensor):
-                local = self.reader.read(key, value)
-                tensors[key] = replace(local, is_buffer=not isinstance(value, nn.Parameter))
+                is_buffer = not isinstance(value, nn.Parameter)
+                tensors[key] = self.reader.read(key, value, is_buffer)
             else:
                 values[fqn] = encode_value(value, key)
         return Snapshot(tensors, values=values or None)
@@ -121,7 +121,7 @@ class ModelPart:
         local = self.reader.read(key, tensor)
         entry = saved.manifest.tensors[key]
         fit.differing.extend(compare(key, entry, local, saved.allow_narrowing))
-        fit.targets.extend(ReadTarget(key, p.box, p.tensor) for p in local.pieces)
+        fit.targets.extend(ReadTarget(key, p.box, p.tensor) for p in local.pieces())
 
     def _fit_values(self, current: list[str], saved: Saved, fit: Fit) -> None:
         stored = saved.manifest.extras.get(self.name) or {}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import IncompatibleError, UsageError
 from ckpt.state.part import PER_RANK, Fit, ReadTarget, Saved, Snapshot
-from ckpt.state.tensors import LocalTensor, TensorReader, blocks, torch_dtype, whole_piece
+from ckpt.state.tensors import LocalTensor, TensorReader, blocks, torch_dtype
 from ckpt.values import decode_value, encode_value, tag_of, tagged
 
 
@@ -37,7 +37,7 @@ class Stateful(Protocol):
 def tensor_digest(local: LocalTensor) -> bytes:
     """A digest of the bytes that this rank has of a tensor."""
     digest = xxhash.xxh3_128()
-    for piece in local.pieces:
+    for piece in local.pieces():
         for block in blocks(piece.tensor):
             digest.update(block)
     return digest.digest()
@@ -125,10 +125,9 @@ class ObjectPart:
         tensor: torch.Tensor
         if isinstance(live, DTensor) and tuple(live.shape) == entry.shape:
             tensor = torch.empty_like(live, dtype=dtype, requires_grad=False)
-            pieces = self.reader.read(path, tensor).pieces
         else:
             tensor = torch.empty(entry.shape, dtype=dtype)
-            pieces = whole_piece(tensor)
+        pieces = self.reader.read(path, tensor).pieces()
         fit.targets.extend(ReadTarget(path, piece.box, piece.tensor) for piece in pieces)
         return tensor
 

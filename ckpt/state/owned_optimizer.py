@@ -54,7 +54,7 @@ class OwnedPart:
         for short, entry in table.items():
             key = state_key(self.name, entry.fqn, entry.key)
             placed = PlacedTensor(entry.dtype, entry.shape, placements[entry.fqn])
-            tensors[key] = LocalTensor(placed, _pieces(owned.get(short)))
+            tensors[key] = LocalTensor(key, placed, None, owned=_pieces(owned.get(short)))
             states[key] = StateOf(self.name, entry.fqn, entry.key)
         rows = self.optimizer.group_table()
         return Snapshot(

@@ -31,14 +31,34 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor's description and this rank's pieces of it. `is_copy`: a plain tensor, of which
-    every rank is taken to have the same copy (which saving checks); copies of a buffer may differ,
-    as in data-parallel training, where the lowest rank's counts."""
+    """A tensor's description, and this rank's part of it: a whole or sharded `tensor`, of which it
+    holds `boxes`; or, where `tensor` is None, `owned` pieces.
 
+    `is_copy`: a plain tensor, of which every rank is taken to have the same copy (which saving
+    checks); copies of a buffer may differ, as in data-parallel training, where the lowest rank's
+    counts.
+    """
+
+    name: str
     placed: PlacedTensor
-    pieces: tuple[Piece, ...]
+    tensor: torch.Tensor | None
+    boxes: tuple[Box, ...] = ()
+    owned: tuple[Piece, ...] = ()
     is_copy: bool = False
     is_buffer: bool = False
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """This rank's live data. Raises IncompatibleError, naming the tensor, where its shape is
+        not what mesh and placements say."""
+        if self.tensor is None:
+            return self.owned
+        return split_local(self.name, local_part(self.tensor), self.boxes)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, for reading and writing in place."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,36 +76,42 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(slots=True)
 class TensorReader:
-    """Describes tensors. Remembers meshes, placements and boxes, which most tensors share."""
+    """Describes tensors. Remembers meshes, and descriptions by shape, dtype and placement, which
+    many tensors share; never a tensor."""
 
     _meshes: dict[int, tuple[DeviceMesh, MeshSpec]] = field(default_factory=dict)
-    _boxes: dict[object, tuple[Box, ...]] = field(default_factory=dict)
+    _known: dict[object, tuple[PlacedTensor, tuple[Box, ...]]] = field(default_factory=dict)
 
-    def read(self, name: str, tensor: torch.Tensor) -> LocalTensor:
-        """A DTensor's or plain tensor's description and local pieces.
+    def read(self, name: str, tensor: torch.Tensor, is_buffer: bool = False) -> LocalTensor:
+        """A DTensor's or plain tensor's description and local part.
 
         Raises UsageError, naming the tensor, for what cannot be saved: partial placements, sparse,
         quantized and meta tensors, unknown subclasses.
         """
-        _check(name, tensor)
+        where = None
         if isinstance(tensor, DTensor):
-            return self._read_sharded(name, tensor)
-        shape = tuple(tensor.shape)
-        placed = PlacedTensor(
-            dtype_name(tensor.dtype), shape, ParameterPlacement(shape, None, (), None, 1)
-        )
-        return LocalTensor(placed, whole_piece(tensor), is_copy=True)
+            where = (id(tensor.device_mesh), tensor.placements)
+        key = (type(tensor), tensor.layout, tensor.is_meta, tensor.dtype, tensor.shape, where)
+        known = self._known.get(key)
+        if known is None:
+            _check(name, tensor)
+            known = self._describe(name, tensor)
+            self._known[key] = known
+        placed, boxes = known
+        return LocalTensor(name, placed, tensor, boxes, (), where is None, is_buffer)
 
-    def _read_sharded(self, name: str, tensor: DTensor) -> LocalTensor:
+    def _describe(self, name: str, tensor: torch.Tensor) -> tuple[PlacedTensor, tuple[Box, ...]]:
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        boxes: tuple[Box, ...]
+        if not isinstance(tensor, DTensor):
+            boxes = (Box.whole(shape),) if tensor.numel() else ()
+            return PlacedTensor(dtype, shape, ParameterPlacement(shape, None, (), None, 1)), boxes
         mesh = self.mesh(tensor.device_mesh)
-        shape = tuple(tensor.shape)
         placements = tuple(to_placement(name, at) for at in tensor.placements)
-        with torch.no_grad():
-            local = tensor.to_local()
-        boxes = self._local_boxes(shape, mesh, placements, tensor.device_mesh)
+        coordinate = tensor.device_mesh.get_coordinate()
+        boxes = () if coordinate is None else local_boxes(shape, mesh.sizes, placements, coordinate)
         where = ParameterPlacement(shape, mesh, placements, None, 1)
-        placed = PlacedTensor(dtype_name(tensor.dtype), shape, where)
-        return LocalTensor(placed, split_local(name, local.detach(), boxes))
+        return PlacedTensor(dtype, shape, where), boxes
 
     def mesh(self, mesh: DeviceMesh) -> MeshSpec:
         """A device mesh as data; unnamed dims are called dim0, dim1, ..."""
@@ -96,27 +122,6 @@ class TensorReader:
             # The mesh is kept, so that its id cannot be reused.
             self._meshes[id(mesh)] = (mesh, spec)
         return self._meshes[id(mesh)][1]
-
-    def _local_boxes(
-        self,
-        shape: tuple[int, ...],
-        mesh: MeshSpec,
-        placements: tuple[Placement, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Box, ...]:
-        key = (shape, id(device_mesh), placements)
-        if key not in self._boxes:
-            coordinate = device_mesh.get_coordinate()
-            self._boxes[key] = (
-                () if coordinate is None else local_boxes(shape, mesh.sizes, placements, coordinate)
-            )
-        return self._boxes[key]
-
-
-def whole_piece(tensor: torch.Tensor) -> tuple[Piece, ...]:
-    """The one piece of a plain tensor; none where it has no elements."""
-    tensor = tensor.detach()
-    return (Piece(Box.whole(tensor.shape), tensor),) if tensor.numel() else ()
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
@@ -148,22 +153,27 @@ def split_local(name: str, local: torch.Tensor, boxes: Sequence[Box]) -> tuple[P
     The boxes are a product of intervals per dim, and the local tensor has those intervals side by
     side. Raises IncompatibleError where the local shape is another one.
     """
-    starts: list[dict[int, int]] = []
-    for dim, size in enumerate(local.shape):
-        at = 0
-        starts.append({})
-        for offset, length in sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes}):
-            starts[dim][offset] = at
-            at += length
-        if boxes and at != size:
-            expected = [list(box.sizes) for box in boxes]
-            raise IncompatibleError(
-                f"{name}: the local tensor has shape {list(local.shape)}, but mesh and placements "
-                f"give boxes of {expected}"
-            )
-    if not boxes and local.numel():
-        raise IncompatibleError(f"{name}: this rank should hold nothing, not {list(local.shape)}")
-    return tuple(Piece(box, _view(local, box, starts)) for box in boxes)
+    if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
+        return (Piece(boxes[0], local),)
+    if not boxes and not local.numel():
+        return ()
+    starts = [_interval_starts(boxes, dim) for dim in range(local.ndim)]
+    if not boxes or any(end != size for (_, end), size in zip(starts, local.shape, strict=True)):
+        raise IncompatibleError(
+            f"{name}: the local tensor has shape {list(local.shape)}, but mesh and placements give "
+            f"this rank boxes of {[list(box.sizes) for box in boxes]}"
+        )
+    return tuple(Piece(box, _view(local, box, [start for start, _ in starts])) for box in boxes)
+
+
+def _interval_starts(boxes: Sequence[Box], dim: int) -> tuple[dict[int, int], int]:
+    """Where each interval of a dim begins in the local tensor, by its global offset; their sum."""
+    starts: dict[int, int] = {}
+    end = 0
+    for offset, length in sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes}):
+        starts[offset] = end
+        end += length
+    return starts, end
 
 
 def _view(local: torch.Tensor, box: Box, starts: Sequence[dict[int, int]]) -> torch.Tensor:

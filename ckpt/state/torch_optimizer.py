@@ -24,7 +24,7 @@ from ckpt.state.groups import (
     state_key,
 )
 from ckpt.state.part import Fit, ReadTarget, Saved, Snapshot
-from ckpt.state.tensors import LocalTensor, TensorReader, torch_dtype, whole_piece
+from ckpt.state.tensors import LocalTensor, TensorReader, torch_dtype
 from ckpt.topology import StateOf
 from ckpt.values import decode_value, encode_value
 
@@ -154,11 +154,10 @@ class TorchPart:
         tensor: torch.Tensor
         if like and isinstance(parameter, DTensor):
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            pieces = self.reader.read(key, tensor).pieces
         else:
             # load_state_dict moves it to where the optimizer wants it.
             tensor = torch.empty(entry.shape, dtype=dtype)
-            pieces = whole_piece(tensor)
+        pieces = self.reader.read(key, tensor).pieces()
         fit.targets.extend(ReadTarget(key, piece.box, piece.tensor) for piece in pieces)
         return tensor
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.commit import PendingCheckpoint
 from ckpt.data_file import DTYPES, DataFileWriter
+from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import (
     FileEntry,
     GroupEntry,
@@ -88,7 +89,7 @@ def build_checkpoint(
         ownership=ownership,
         extras=dict(extras or {}),
     )
-    pending.commit(manifest, None)
+    pending.commit(manifest, encode_metadata(tensors, indexes))
     return open_checkpoint(storage.child(name))
 
 

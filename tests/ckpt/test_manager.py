@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from torch import nn
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
 from ckpt.manager import CheckpointManager
 from ckpt.runs import checkpoint_name, latest, scan
-from ckpt.storage import Storage, Writer, open_storage
+from ckpt.storage import Storage, open_storage
+from tests.ckpt.faults import Fault, FaultyStorage
 from tests.distributed import run_ranks, run_world
 
 
@@ -186,62 +185,12 @@ def test_leftovers_are_swept_when_they_are_old(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------- faults
 
 
-class Faulty:
-    """A storage in which the n-th event fails: as on a full disk, or by killing the process.
-
-    Events are the opening, each write and the closing of a file, renames and directory syncs.
-    """
-
-    def __init__(self, storage: Storage, count: list[int], fatal: int, kill: bool) -> None:
-        self._storage = storage
-        self._count = count
-        self._fatal = fatal
-        self._kill = kill
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def event(self) -> None:
-        self._count[0] += 1
-        if self._count[0] != self._fatal:
-            return
-        if self._kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError(28, "No space left on device")
-
-    def child(self, name: str) -> Faulty:
-        return Faulty(self._storage.child(name), self._count, self._fatal, self._kill)
-
-    @contextmanager
-    def create(self, name: str) -> Iterator[Writer]:
-        self.event()
-        with self._storage.create(name) as writer:
-            yield FaultyWriter(writer, self)
-            self.event()
-
-    def rename(self, source: str, destination: str) -> None:
-        self.event()
-        self._storage.rename(source, destination)
-
-    def sync_directory(self, name: str = "") -> None:
-        self.event()
-        self._storage.sync_directory(name)
-
-
-class FaultyWriter:
-    def __init__(self, writer: Writer, storage: Faulty) -> None:
-        self._writer = writer
-        self._storage = storage
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._storage.event()
-        self._writer.write(data)
-
-
-def faulty(root: str, rank: int, fatal: int, kill: bool = False) -> Storage:
-    """Storage whose `fatal`-th event fails, on that rank only."""
+def faulty(root: str, rank: int, at: int, error: int | None) -> Storage:
+    """Storage whose operation `at` fails on that rank only, or kills it."""
     storage = open_storage(root)
-    return Faulty(storage, [0], fatal, kill) if dist.get_rank() == rank else storage  # type: ignore[return-value]
+    if dist.get_rank() != rank:
+        return storage
+    return FaultyStorage(storage, Fault(at=at, error=error))
 
 
 def fail_every_write(root: str, rank: int) -> list[str]:
@@ -250,7 +199,7 @@ def fail_every_write(root: str, rank: int) -> list[str]:
     good.save(1, model=model_of(1))
     messages: list[str] = []
     while True:
-        with CheckpointManager(faulty(root, rank, len(messages) + 1)) as manager:
+        with CheckpointManager(faulty(root, rank, len(messages), errno.ENOSPC)) as manager:
             try:
                 manager.save(2, model=model_of(2))
             except CheckpointError as error:
@@ -283,7 +232,7 @@ def test_any_failing_write_fails_the_save_everywhere(tmp_path: Path, rank: int) 
 def save_and_die(root: str, rank: int, fatal: int) -> None:
     good = CheckpointManager(root)
     good.save(1, model=model_of(1))
-    with CheckpointManager(faulty(root, rank, fatal, kill=True)) as manager:
+    with CheckpointManager(faulty(root, rank, fatal, None)) as manager:
         manager.save(2, model=model_of(2))
 
 

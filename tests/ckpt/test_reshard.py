@@ -26,7 +26,7 @@ from ckpt.errors import (
     IncompatibleError,
     UsageError,
 )
-from ckpt.manifest import METADATA_NAME, GroupEntry, OwnershipEntry, Parent, SlotEntry
+from ckpt.manifest import METADATA_NAME, FileEntry, GroupEntry, OwnershipEntry, Parent, SlotEntry
 from ckpt.planner import plan_writes
 from ckpt.reshard import ReshardPlan, ReshardResult, execute_reshard, plan_reshard
 from ckpt.storage import Storage, open_storage
@@ -208,6 +208,11 @@ def test_per_rank_files_are_reported_where_they_are_left_out(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------- links
 
 
+def shared_files(checkpoint: Checkpoint) -> list[FileEntry]:
+    """All files that may be linked: what describes them is always new."""
+    return [file for file in checkpoint.manifest.files if file.name != METADATA_NAME]
+
+
 @pytest.mark.parametrize(
     ("mesh", "count", "replicas"),
     [
@@ -228,7 +233,7 @@ def test_replicas_alone_move_no_data(
     assert (result.bytes_read, result.bytes_written) == (0, 0)
     assert target.data_bytes_written() == 0
     found = open_checkpoint(tmp_path / "target")
-    linked = [file for file in found.manifest.files if file.name != METADATA_NAME]
+    linked = shared_files(found)
     assert result.files_linked == len(linked) >= 4
     for file in linked:
         ours, theirs = (tmp_path / at / file.name for at in ("target", "source"))
@@ -242,7 +247,7 @@ def test_files_are_copied_and_checked_where_links_are_not_wanted(tmp_path: Path)
     plan = plan_reshard(source, replica_count=1)
     result = execute_reshard(plan, source, open_storage(tmp_path), "target", link="never")
     assert result.files_linked == 0
-    assert result.bytes_written == sum(file.size for file in source.manifest.files)
+    assert result.bytes_written == sum(file.size for file in shared_files(source))
     flip_a_bit(tmp_path / "source" / "r00000-0.distcp", 70)
     with pytest.raises(CorruptError, match=r"r00000-0\.distcp"):
         execute_reshard(plan, source, open_storage(tmp_path), "other", link="never")
@@ -254,7 +259,7 @@ def test_an_object_store_copies_by_itself() -> None:
     source = hsdp_checkpoint(root)
     result = execute_reshard(plan_reshard(source, replica_count=1), source, root, "target")
     found = open_checkpoint(root.child("target"))
-    assert result.files_linked == len(source.manifest.files)
+    assert result.files_linked == len(shared_files(source))
     assert (result.bytes_read, result.bytes_written) == (0, 0)
     assert_same(read_tensors(found), read_tensors(source))
 
@@ -269,8 +274,7 @@ def test_source_and_target_may_be_in_different_stores(
     plan = plan_reshard(first, mesh, 1)
     assert execute_reshard(plan, first, store, "second").files_linked == 0
     second = open_checkpoint(store.child("second"))
-    names = [file.name for file in second.manifest.files if file.name != METADATA_NAME]
-    assert all(name.startswith("reshard-") for name in names)
+    assert all(file.name.startswith("reshard-") for file in shared_files(second))
     execute_reshard(plan_reshard(second, mesh, 1), second, LocalStorage(tmp_path), "third")
     third = open_checkpoint(tmp_path / "third")
     assert not any(file.name.startswith("reshard-") for file in third.manifest.files)

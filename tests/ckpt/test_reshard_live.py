@@ -20,7 +20,7 @@ Sizes = tuple[int, int]
 
 def save(sizes: Sizes, path: str, steps: int) -> None:
     """A run on a mesh that is saved after some steps."""
-    from ckpt.save import save as save_to
+    from ckpt.saving import save as save_to
 
     run = Run(chained, sizes, seed=1)
     run.train(steps, first=0)
@@ -29,7 +29,7 @@ def save(sizes: Sizes, path: str, steps: int) -> None:
 
 def go_on(sizes: Sizes, path: str) -> dict[str, torch.Tensor]:
     """Two steps more, from a checkpoint."""
-    from ckpt.load import load
+    from ckpt.loading import load
 
     run = Run(chained, sizes, seed=2)
     load(path, **run.state())
