@@ -93,16 +93,16 @@ def _check_placements(key: str, tensor: TensorEntry, mesh_dims: int, where: str)
             f"{where}: tensor {key!r} has {len(tensor.placements)} placements "
             f"on a mesh of {mesh_dims} dims"
         )
+    # Placements of optimizer state are its parameter's, which may have more dims.
+    placed = tensor.shape if tensor.parameter_shape is None else tensor.parameter_shape
     for text in tensor.placements:
         try:
             placement = Placement.parse(text)
         except ValueError as error:
             raise CorruptError(f"{where}: tensor {key!r}: {error}") from None
-        # Optimizer state carries its parameter's placements, and its own shape may have fewer dims.
-        own_dim = placement.dim is None or placement.dim < len(tensor.shape)
-        if not own_dim and tensor.parameter is None:
+        if placement.dim is not None and placement.dim >= len(placed):
             raise CorruptError(
-                f"{where}: tensor {key!r} of shape {tensor.shape} cannot be placed as {text}"
+                f"{where}: tensor {key!r}: what has shape {placed} cannot be placed as {text}"
             )
 
 

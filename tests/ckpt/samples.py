@@ -49,7 +49,9 @@ def sample_manifest() -> Manifest:
             "optimizer.state.w.momentum_buffer": TensorEntry(
                 "float32", (4, 3), state_key="momentum_buffer", **state
             ),
-            "optimizer.state.w.step": TensorEntry("float32", (), state_key="step", **state),
+            "optimizer.state.w.step": TensorEntry(
+                "float32", (), state_key="step", parameter_shape=(4, 3), **state
+            ),
         },
         files=(FileEntry("r00000-0.distcp", 4096, HASH), FileEntry("extra/rng.json", 2, HASH)),
         indexes=(FileEntry("index-00000.json", 100, HASH),),

@@ -141,7 +141,14 @@ MISFITS: dict[str, dict[str, Any]] = {
     "not listed": {"tensors": {"t": TensorEntry("int8", (1,), 1, ("R", "R"))}},
     "1 placements": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R",))}},
     "not a placement": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "Q"))}},
-    r"cannot be placed as S\(1\)": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "S(1)"))}},
+    r"shape \(1,\) cannot be placed as S\(1\)": {
+        "tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "S(1)"))}
+    },
+    r"shape \(3,\) cannot be placed as S\(1\)": {
+        "tensors": {
+            "t": TensorEntry("int8", (), 0, ("R", "S(1)"), "o", "p", "k", parameter_shape=(3,))
+        }
+    },
     "split factor 0": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "_S(0,0)"))}},
     "no mesh": {"tensors": {"t": TensorEntry("int8", (1,), None, ("R",))}},
     "do not fit sizes": {"topology": Topology(4, (Mesh(("a",), (2, 2)),))},
