@@ -33,7 +33,7 @@ LAYERS = {
         ("executor", "state", "preflight"),
         ("assembly",),
         ("distributed",),
-        ("muon", "adamw", "chained"),
+        ("muon", "adamw", "chained", "recipes"),
     ),
     "ckpt": (
         ("errors",),
