@@ -21,9 +21,10 @@ if TYPE_CHECKING:
         TryAgainError,
         UsageError,
     )
-    from ckpt.manager import CheckpointManager, load, save
+    from ckpt.loading import load
+    from ckpt.manager import CheckpointManager
     from ckpt.reshard import execute_reshard, plan_reshard
-    from ckpt.verify import verify
+    from ckpt.saving import save
 
 __all__ = [
     "CheckpointError",
@@ -41,7 +42,6 @@ __all__ = [
     "open_checkpoint",
     "plan_reshard",
     "save",
-    "verify",
 ]
 
 _MODULES = {
@@ -56,11 +56,10 @@ _MODULES = {
     "TryAgainError": "ckpt.errors",
     "UsageError": "ckpt.errors",
     "execute_reshard": "ckpt.reshard",
-    "load": "ckpt.manager",
+    "load": "ckpt.loading",
     "open_checkpoint": "ckpt.checkpoint",
     "plan_reshard": "ckpt.reshard",
-    "save": "ckpt.manager",
-    "verify": "ckpt.verify",
+    "save": "ckpt.saving",
 }
 
 

@@ -16,7 +16,7 @@ import functools
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 from isal import isal_zlib
@@ -223,11 +223,27 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------------- the writer
 
 
+@dataclass(slots=True)
+class _OpenChunk:
+    """The chunk that is being written: what it is, where it began, checksums so far."""
+
+    key: str
+    box: Box
+    dtype: str
+    entry_offset: int
+    byte_offset: int
+    crc32: int = 0
+    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+
 class DataFileWriter:
     """Writes chunks to one data file in order, and checksums them on the way.
 
     `writer` is a fresh file; `name` its name inside the checkpoint. Data is written block by block
     as it comes, without a copy; CRC-32 and both XXH3-128 are taken while a block is in cache.
+
+    `add` takes a chunk whose blocks can be iterated. Where blocks come from somewhere else (several
+    files are filled from one source), `begin`, `write` and `end` do the same in steps.
     """
 
     def __init__(self, writer: Writer, name: str) -> None:
@@ -235,6 +251,7 @@ class DataFileWriter:
         self._name = name
         self._size = 0
         self._file_hash = xxhash.xxh3_128()
+        self._chunk: _OpenChunk | None = None
 
     @property
     def size(self) -> int:
@@ -249,53 +266,67 @@ class DataFileWriter:
         `blocks`, one after the other, are the little-endian row-major bytes of the box: contiguous
         buffers of any item type. ValueError if they are more or fewer than the box needs.
         """
+        self.begin(key, box, dtype)
+        for block in blocks:
+            self.write(block)
+        return self.end()
+
+    def begin(self, key: str, box: Box, dtype: str) -> None:
+        """Start a chunk: its data follows by `write`, then `end`."""
+        if self._chunk is not None:
+            raise ValueError(f"{self._name}: tensor {self._chunk.key!r} has not been ended")
         self._write_small(bytes(-self._size % ALIGNMENT))
         entry_offset = self._size
         self._write_small(entry_header(dtype, box.sizes))
-        byte_offset = self._size
-        expected = box.elements * DTYPES[dtype].itemsize
-        crc32, digest = self._write_data(blocks, key, expected)
-        self._write_small(entry_footer(dtype, box.sizes, crc32))
+        self._chunk = _OpenChunk(key, box, dtype, entry_offset, self._size)
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Append data to the chunk that was begun."""
+        chunk = self._begun()
+        for part in _cache_sized(block):
+            chunk.digest.update(part)
+            self._file_hash.update(part)
+            chunk.crc32 = isal_zlib.crc32(part, chunk.crc32)
+            self._writer.write(part)
+            self._size += len(part)
+
+    def end(self) -> ChunkEntry:
+        """Finish the chunk. ValueError if its data was more or less than its box needs."""
+        chunk = self._begun()
+        expected = chunk.box.elements * DTYPES[chunk.dtype].itemsize
+        if self._size - chunk.byte_offset != expected:
+            raise ValueError(
+                f"{self._name}: tensor {chunk.key!r}: got {self._size - chunk.byte_offset} bytes "
+                f"of data for a box that has {expected}"
+            )
+        self._write_small(entry_footer(chunk.dtype, chunk.box.sizes, chunk.crc32))
+        self._chunk = None
         return ChunkEntry(
-            key=key,
-            offsets=box.offsets,
-            sizes=box.sizes,
+            key=chunk.key,
+            offsets=chunk.box.offsets,
+            sizes=chunk.box.sizes,
             file=self._name,
-            byte_offset=byte_offset,
+            byte_offset=chunk.byte_offset,
             byte_length=expected,
-            entry_offset=entry_offset,
-            entry_length=self._size - entry_offset,
-            crc32=crc32,
-            xxh3_128=digest,
+            entry_offset=chunk.entry_offset,
+            entry_length=self._size - chunk.entry_offset,
+            crc32=chunk.crc32,
+            xxh3_128=chunk.digest.hexdigest(),
         )
 
     def finish(self) -> FileEntry:
         """The file's entry for the manifest. The caller closes the file."""
         return FileEntry(self._name, self._size, self._file_hash.hexdigest())
 
+    def _begun(self) -> _OpenChunk:
+        if self._chunk is None:
+            raise ValueError(f"{self._name}: no chunk was begun")
+        return self._chunk
+
     def _write_small(self, data: bytes) -> None:
         self._writer.write(data)
         self._file_hash.update(data)
         self._size += len(data)
-
-    def _write_data(
-        self, blocks: Iterable[bytes | memoryview], key: str, expected: int
-    ) -> tuple[int, str]:
-        """Write the data of one chunk; its CRC-32 and its XXH3-128."""
-        start, crc32, chunk_hash = self._size, 0, xxhash.xxh3_128()
-        for block in blocks:
-            for part in _cache_sized(block):
-                chunk_hash.update(part)
-                self._file_hash.update(part)
-                crc32 = isal_zlib.crc32(part, crc32)
-                self._writer.write(part)
-                self._size += len(part)
-        if self._size - start != expected:
-            raise ValueError(
-                f"{self._name}: tensor {key!r}: got {self._size - start} bytes of data "
-                f"for a box that has {expected}"
-            )
-        return crc32, chunk_hash.hexdigest()
 
 
 def _cache_sized(block: bytes | memoryview) -> Iterator[memoryview]:

@@ -100,7 +100,7 @@ def _check_placements(key: str, tensor: TensorEntry, mesh_dims: int, where: str)
             raise CorruptError(f"{where}: tensor {key!r}: {error}") from None
         # Optimizer state carries its parameter's placements, and its own shape may have fewer dims.
         own_dim = placement.dim is None or placement.dim < len(tensor.shape)
-        if placement.split_factor < 1 or not (own_dim or tensor.parameter is not None):
+        if not own_dim and tensor.parameter is None:
             raise CorruptError(
                 f"{where}: tensor {key!r} of shape {tensor.shape} cannot be placed as {text}"
             )

@@ -42,7 +42,8 @@ class Topology(msgspec.Struct, frozen=True):
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tensor. `mesh` indexes `Topology.meshes` (None: a plain tensor, whole on every rank);
     `placements` are texts such as `R`, `S(0)`, `_S(0,2)`, one per mesh dim. Optimizer state also
-    names its parameter and its state key; its owners are found in the ownership map."""
+    names its parameter and its state key, and, where it differs from `shape`, the parameter's shape
+    (mesh and placements are the parameter's); its owners are found in the ownership map."""
 
     dtype: Text
     shape: Dims
@@ -51,6 +52,7 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     optimizer: Text | None = None
     parameter: Text | None = None
     state_key: Text | None = None
+    parameter_shape: Dims | None = None
 
 
 class FileEntry(msgspec.Struct, frozen=True):

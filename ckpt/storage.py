@@ -6,87 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt.errors import UsageError
+from ckpt.storage_local import LocalStorage
+from ckpt.storage_protocol import Storage, StoredFile, Writer
 
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """One entry of a directory listing. `modified` is seconds since the epoch (0.0 if unknown)."""
-
-    name: str
-    size: int
-    is_directory: bool
-    modified: float
-
-
-class Writer(Protocol):
-    """A file being written, in order."""
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. Raises OSError; a short write is an error, never silent."""
-
-
-class Storage(Protocol):
-    """A directory tree under one root (a local path or URL). Names are relative, '/'-separated,
-    normalised and inside the root (anything else: UsageError). Missing: NotFoundError."""
-
-    @property
-    def url(self) -> str:
-        """The root, as shown to people."""
-
-    @property
-    def atomic_rename(self) -> bool:
-        """Whether `rename` of a directory is one atomic step (local file systems)."""
-
-    def child(self, name: str) -> Storage:
-        """The storage rooted at a sub-directory (which need not exist)."""
-
-    def make_directory(self, name: str) -> None:
-        """Create a directory and its parents; nothing if it exists. A no-op on object stores."""
-
-    def create(self, name: str) -> AbstractContextManager[Writer]:
-        """Write a new file (FileExistsError if there is one). On a clean exit it is flushed, and
-        durable (fsync) where that exists; after an exception it is removed. Parents are made."""
-
-    def create_exclusive(self, name: str, data: bytes) -> None:
-        """Write a small file if it does not exist, atomically, else FileExistsError."""
-
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Read a byte range. Fewer bytes than asked for: CorruptError."""
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill a writable buffer from `offset`. Fewer bytes than asked for: CorruptError."""
-
-    def size(self, name: str) -> int:
-        """Bytes of a file."""
-
-    def exists(self, name: str) -> bool:
-        """Whether a file or directory is there."""
-
-    def list(self, name: str = "") -> list[StoredFile]:
-        """Direct children of a directory, sorted by name (names without the parent)."""
-
-    def walk(self, name: str = "") -> Iterator[StoredFile]:
-        """All files below, with names relative to `name`."""
-
-    def rename(self, source: str, destination: str) -> None:
-        """Rename a file or directory. Raises FileExistsError if the destination exists, and
-        UsageError where `atomic_rename` is false: object stores would copy every byte."""
-
-    def link(self, source: Storage, source_name: str, name: str) -> bool:
-        """Make `name` share the data of another storage's file, or have the store copy it, without
-        a byte passing through here; False if it can't. FileExistsError if `name` exists."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file or a whole directory; nothing if it is not there."""
-
-    def sync_directory(self, name: str = "") -> None:
-        """Make the names in a directory durable. A no-op where that does not exist."""
+__all__ = ["Storage", "StoredFile", "Writer", "open_storage"]
 
 
 def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
@@ -101,6 +26,4 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
         from ckpt.storage_fsspec import open_url  # fsspec loads only where it is needed
 
         return open_url(text)
-    from ckpt.storage_local import LocalStorage
-
     return LocalStorage(text)

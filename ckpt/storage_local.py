@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
 from ckpt.names import name_problem
-from ckpt.storage import Storage, StoredFile, Writer
+from ckpt.storage_protocol import Storage, StoredFile, Writer
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -26,11 +26,11 @@ _FICLONE = 0x40049409
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 _CANNOT_CLONE = {errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOTSUP, errno.ENOSYS, errno.EPERM}
 _CANNOT_SYNC_DIRECTORY = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
-_BUFFER = 1 << 20
+_BUFFER = 1 << 16
 
 
 class LocalWriter:
-    """A new file. Small writes are gathered into blocks of 1 MiB, larger ones go straight through.
+    """A new file. Small writes are gathered into blocks of 64 KiB, larger ones go straight through.
 
     Errors of the file system carry the path, so that a failed save can name it.
     """
@@ -62,7 +62,7 @@ class LocalWriter:
 
 
 class LocalStorage:
-    """A directory tree (see `ckpt.storage.Storage`).
+    """A directory tree (see `ckpt.storage_protocol.Storage`).
 
     Symbolic links may lead to the root, but names below it may not leave it. Nothing is mapped into
     memory: a file that shrinks while it is read is an error here, not a SIGBUS.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.state import parse_state_dict
+from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
 
 LabelFunction = Callable[[str, nn.Parameter], str | None]
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -98,14 +99,22 @@ class ChainedOptimizer(torch.optim.Optimizer):
         model: the model whose trainable parameters the members must claim exactly once.
         optimizers: members by name. Any torch optimizer may be one.
 
+        flatten: the form of `named_state_dict`: flat, or nested.
+
     Raises:
         ValueError: listing parameters that no member, or more than one, has.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        flatten: bool = True,
+    ) -> None:
         if not optimizers:
             raise ValueError("a chain needs at least one optimizer")
         _check_claims(model, optimizers)
+        self._flatten = flatten
         self._members: dict[str, torch.optim.Optimizer] = {}
         everything = [p for m in optimizers.values() for g in m.param_groups for p in g["params"]]
         super().__init__(everything, {})
@@ -184,17 +193,43 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------- torch's form
 
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's index-keyed form over all members, complete on every rank. Collective."""
+    def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
+        """Torch's index-keyed form over all members, complete on every rank. Collective.
+
+        With `localize`, members with owned state give this rank's parts, copied to the CPU.
+        """
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for member in self._members.values():
             first = sum(len(g["params"]) for g in groups)
-            part = member.state_dict()
+            if isinstance(member, DistributedOptimizer):
+                part = member.state_dict(localize=localize)
+            else:
+                part = member.state_dict()
             state.update({first + i: value for i, value in part["state"].items()})
             for group in part["param_groups"]:
                 groups.append({**group, "params": [first + i for i in group["params"]]})
         return {"state": state, "param_groups": groups}
+
+    def named_state_dict(
+        self, *, flatten: bool | None = None, localize: bool = False
+    ) -> dict[str, Any]:
+        """`state_dict` by FQN, flat or nested (the chain's `flatten` where None). Collective."""
+        nested = to_nested(self.state_dict(localize=localize), list(self._fqns.values()))
+        return to_flat(nested) if (self._flatten if flatten is None else flatten) else nested
+
+    @contextmanager
+    def synchronized_state(self) -> Iterator[None]:
+        """Within the context `state` is complete on every rank; see `DistributedOptimizer`."""
+        with ExitStack() as stack:
+            for member in self._distributed().values():
+                stack.enter_context(member.synchronized_state())
+            yield
+
+    def cleanup_synced_state(self) -> None:
+        """Free the state that is here only because it was synchronized."""
+        for member in self._distributed().values():
+            member.cleanup_synced_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.

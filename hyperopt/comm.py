@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyperopt.plan import LayoutPlan
+from hyperopt.plan import Gather, LayoutPlan
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -24,16 +24,23 @@ Ranks = tuple[int, ...]
 
 @dataclass(slots=True)
 class Pending:
-    """A buffer that a collective fills. `wait` makes it usable on the current stream."""
+    """A buffer that a collective fills. `wait` makes it usable on the current stream.
+
+    `parts`, where given, are the pieces of the buffer (start, stop) that were meant for this rank.
+    """
 
     buffer: Tensor
     work: dist.Work | None = None
+    parts: tuple[tuple[int, int], ...] | None = None
 
     def wait(self) -> Tensor:
-        """The buffer, once it is complete."""
+        """The buffer, or this rank's pieces of it in order, once it is complete."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+        if self.parts is not None:
+            self.buffer = torch.cat([self.buffer[start:stop] for start, stop in self.parts])
+            self.parts = None
         return self.buffer
 
 
@@ -80,7 +87,7 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
         row, peers = layout.shard_group(replica), layout.replica_group(replica, shard)
         placed.append((shard, replica % layout.replica_count, row, peers))
         needed += [row, peers]
-    groups = _make_groups(needed, _mesh_groups(parameters))
+    groups = make_groups(needed, parameters)
     return tuple(
         Seat(shard, coordinate, peers, groups.get(row), groups.get(peers))
         for shard, coordinate, row, peers in placed
@@ -98,17 +105,19 @@ def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]
     return found
 
 
-def _make_groups(
-    needed: Sequence[Ranks], existing: dict[Ranks, dist.ProcessGroup]
+def make_groups(
+    needed: Sequence[Ranks], parameters: Iterable[Tensor]
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """A process group for each needed tuple of ranks of more than one.
+    """A process group for each needed tuple of more than one rank. Collective over the world.
 
-    A group that some member lacks is made by all ranks of the world, in sorted order, whatever
-    meshes they belong to: torch wants every rank in every `new_group` call.
+    Groups of the parameters' meshes are used where they fit. One that some member lacks is made by
+    all ranks of the world, in sorted order, whatever meshes they belong to: torch wants every rank
+    in every `new_group` call.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     wanted = {ranks for ranks in needed if len(ranks) > 1}
+    existing = _mesh_groups(parameters)
     missing = sorted(wanted - existing.keys())
     everywhere: set[Ranks] = set().union(*_gather_objects(missing, None))
     groups = dict(existing)
@@ -151,12 +160,17 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def exchange(
-    send: Tensor, send_elements: Sequence[int], receive_elements: Sequence[int], seat: Seat
+    send: Tensor, elements: Sequence[Sequence[int]], seat: Seat, gather: Gather
 ) -> Pending:
-    """Start an all-to-all over the shard group; part `i` of `send` goes to shard `i`.
+    """Start sending parts of packed buffers between the shards of a replica.
 
-    Sizes in elements, uneven and without padding. Returns the received parts in shard order.
+    `elements[i][j]` is what shard `i` sends to shard `j`, in elements, known to all of them; each
+    `send` holds its parts in order. The result holds the received parts in shard order.
     """
+    if gather == "all_gather":
+        return _exchange_by_gathering(send, elements, seat)
+    send_elements = elements[seat.shard]
+    receive_elements = [row[seat.shard] for row in elements]
     received = send.new_empty(sum(receive_elements))
     size = send.element_size()
     work = dist.all_to_all_single(
@@ -168,6 +182,23 @@ def exchange(
         async_op=True,
     )
     return Pending(received, work)
+
+
+def _exchange_by_gathering(send: Tensor, elements: Sequence[Sequence[int]], seat: Seat) -> Pending:
+    """Everybody gets everything, padded to the longest buffer, and keeps its own."""
+    width = max(sum(row) for row in elements)
+    padded = send.new_zeros(width)
+    padded[: send.numel()] = send
+    everything = send.new_empty(width * len(elements))
+    work = dist.all_gather_into_tensor(
+        everything.view(torch.uint8),
+        padded.view(torch.uint8),
+        group=seat.shard_group,
+        async_op=True,
+    )
+    starts = [i * width + sum(row[: seat.shard]) for i, row in enumerate(elements)]
+    parts = tuple((a, a + row[seat.shard]) for a, row in zip(starts, elements, strict=True))
+    return Pending(everything, work, parts)
 
 
 def publish(buffer: Tensor, owner: int, seat: Seat) -> Pending:

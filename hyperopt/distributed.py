@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm
+from hyperopt import comm, guard
 from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, to_json
@@ -34,9 +35,15 @@ from hyperopt.state import (
     from_pieces,
     gather_states,
     local_part,
-    parse_state_dict,
     state_shape,
     to_pieces,
+)
+from hyperopt.state_dicts import (
+    localize_states,
+    parse_state_dict,
+    to_flat,
+    to_index_keyed,
+    to_nested,
     wrap_states,
 )
 
@@ -85,6 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._plan_config = plan or PlanConfig()
         self._store = StateStore()
         self._groups_changed = False
+        self._steps = 0
+        self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
         self._assembly = self._assemble()
 
@@ -132,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = self._assemble()
         states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
         entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
-        self._assembly = new
+        self._assembly, self._columns = new, None
         self._store.clear()
         self._store.entries.update(entries)
         for index, state in states.items():
@@ -184,6 +193,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         ready = self._ready()
+        self.cleanup_synced_state()
         active = agree_on_gradients(ready.parameters, ready.names, ready.domains, ready.digest)
         gradients = self._active_gradients(active)
         self._create_states(gradients)
@@ -200,7 +210,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         )
         self._raise_together(error)
+        self._steps += 1
+        every = self._plan_config.check_replicas_every
+        if every and self._steps % every == 0:
+            self.check_replicas(heal=True)
         return loss
+
+    def check_replicas(self, *, heal: bool = False) -> list[str]:
+        """Names of parameters whose replicas differ in any bit, for this rank's shards. Collective.
+
+        Covers all replicas, also those of other sub-groups. With `heal` the first replica's values
+        are sent to the others. Differences are logged as a warning.
+        """
+        ready = self._ready()
+        if self._columns is None:
+            self._columns = guard.take_columns(ready.plan, ready.executor.seats, ready.parameters)
+        diverged = guard.find_diverged(ready.plan, self._columns, ready.parameters)
+        names = [ready.names[i] for i in diverged]
+        if names:
+            logger.warning(
+                "rank %d: replicas differ in %s%s",
+                comm.current_rank(),
+                names,
+                "; took the first replica's values" if heal else "",
+            )
+        if heal:
+            guard.heal(ready.plan, self._columns, ready.parameters, diverged)
+        return names
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any
@@ -247,22 +283,59 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------- torch's form
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
-        Tensors of sharded parameters are DTensors like them. State that does not exist is absent.
+        Tensors of sharded parameters are DTensors like them; with `localize` they are this rank's
+        parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
+        this rank does not own goes with the dict.
         """
         ready = self._ready()
         with torch.no_grad():
-            states = gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
-            state = wrap_states(states, ready.parameters)
-        groups, first = [], 0
-        for group in self.param_groups:
-            packed = {k: v for k, v in group.items() if k != "params"}
-            packed["params"] = list(range(first, first + len(group["params"])))
-            first += len(group["params"])
-            groups.append(packed)
-        return {"state": state, "param_groups": groups}
+            states = self._complete_states()
+            state = localize_states(states) if localize else wrap_states(states, ready.parameters)
+        return to_index_keyed(state, self.param_groups)
+
+    def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
+        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
+        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+
+        Raises:
+            ValueError: when the parameters were given without names.
+        """
+        self.require_names()
+        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        return to_flat(nested) if flatten else nested
+
+    def require_names(self) -> None:
+        """Raise ValueError when the parameters were given without names."""
+        if any("param_names" not in group for group in self.param_groups):
+            raise ValueError(
+                "parameter names are needed: give the optimizer (name, parameter) pairs, such as "
+                "model.named_parameters()"
+            )
+
+    def _complete_states(self) -> States:
+        if self._store.synced is not None:
+            return self._store.synced
+        ready = self._assembly
+        return gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
+
+    @contextmanager
+    def synchronized_state(self) -> Iterator[None]:
+        """Within the context `state` shows every parameter's state on every rank. Collective on
+        entry; on exit, also after an error, what this rank does not own is freed."""
+        self._ready()
+        with torch.no_grad():
+            self._store.synced = self._complete_states()
+        try:
+            yield
+        finally:
+            self.cleanup_synced_state()
+
+    def cleanup_synced_state(self) -> None:
+        """Free the state that is here only because it was synchronized. No collective."""
+        self._store.synced = None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -438,11 +511,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: when the parameters were given without names.
         """
-        if any("param_names" not in group for group in self.param_groups):
-            raise ValueError(
-                "checkpoints need parameter names: give the optimizer (name, parameter) pairs, "
-                "such as model.named_parameters()"
-            )
+        self.require_names()
         return self._ready().placements()
 
     def ownership(self) -> list[Ownership]:

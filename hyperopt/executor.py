@@ -31,6 +31,9 @@ from hyperopt.ownership import Box
 from hyperopt.plan import Slot, StepPlan, Unit
 from hyperopt.rules import Batch, Hyperparameters, UpdateRule
 
+IN_PLACE_BYTES = 1 << 18
+"""Parameters of at least this size travel unpacked: two copies cost more than one call."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -109,7 +112,7 @@ class _UnitRun:
     payload: Tensor | None = None
     gathering: Pending | None = None
     returning: Pending | None = None
-    arriving: list[Pending] = field(default_factory=list)
+    arriving: list[tuple[int, list[Slot], Pending]] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------- stages
 
@@ -132,8 +135,9 @@ class _UnitRun:
             self.failure.attempt(self.rule.prepare, batch, views)
         gathered = [s for s in mine if s.compute is not None]
         if gathered and self.payload is not None:
-            send, receive = self.splits(gathered)
-            self.gathering = exchange(self.payload[: sum(send)], send, receive, self.seat)
+            elements = self.splits(gathered)
+            send = self.payload[: sum(elements[self.seat.shard])]
+            self.gathering = exchange(send, elements, self.seat, self.plan.gather)
 
     def compute(self) -> None:
         """Transform whole matrices: gathered ones for this shard, and those it holds anyway."""
@@ -150,8 +154,8 @@ class _UnitRun:
         matrices = self.assemble(here, received)
         self.transform(here, matrices)
         self.scatter_into(here, matrices, received)
-        send, receive = self.splits(gathered)
-        self.returning = exchange(received, receive, send, self.seat)
+        back = list(zip(*self.splits(gathered), strict=True))
+        self.returning = exchange(received, back, self.seat, self.plan.gather)
 
     def publish(self) -> None:
         """Send what this rank owns to its replicas, and receive what they own."""
@@ -166,22 +170,38 @@ class _UnitRun:
         if self.seat.replica_group is None:
             return
         for owner in range(len(self.unit.owned)):
-            self.arriving.append(publish(self.outgoing(owner), owner, self.seat))
+            for slots, buffer in self.parcels(owner):
+                self.arriving.append((owner, slots, publish(buffer, owner, self.seat)))
 
-    def outgoing(self, owner: int) -> Tensor:
-        """The buffer of an owner: packed on the owner itself, empty on its replicas."""
+    def parcels(self, owner: int) -> Iterator[tuple[list[Slot], Tensor]]:
+        """What travels for an owner, in a fixed order: slots, and the buffer that they are in.
+
+        A payload travels as it lies. Of parameters, large ones travel in place, without being
+        packed and unpacked, and the others in one packed buffer.
+        """
         slots, own = self.active(owner), owner == self.seat.coordinate
         if not self.rule.sends_parameters:
-            return (
+            yield (
+                slots,
                 self.payload
                 if own and self.payload is not None
-                else self.empty(slots, self.unit.wire)
+                else self.empty(slots, self.unit.wire),
             )
-        buffer = self.empty(slots, self.unit.dtype)
-        if own and slots:
-            parameters = [self.tensors.parameters[s.parameter] for s in slots]
-            torch._foreach_copy_(self.views(slots, buffer), parameters)
-        return buffer
+            return
+        large = [s for s in slots if self.local_bytes(s) >= IN_PLACE_BYTES]
+        for slot in large:
+            yield [slot], self.tensors.parameters[slot.parameter].contiguous().view(-1)
+        small = [s for s in slots if self.local_bytes(s) < IN_PLACE_BYTES]
+        buffer = self.empty(small, self.unit.dtype)
+        if own and small:
+            parameters = [self.tensors.parameters[s.parameter] for s in small]
+            torch._foreach_copy_(self.views(small, buffer), parameters)
+        yield small, buffer
+
+    def local_bytes(self, slot: Slot) -> int:
+        """Bytes of this shard's part of a parameter; the same on all of its replicas."""
+        itemsize = self.tensors.parameters[slot.parameter].element_size()
+        return slot.elements[self.seat.shard] * itemsize
 
     def finish_owned(self) -> None:
         """On the owner: the parameters as all replicas shall have them."""
@@ -191,19 +211,25 @@ class _UnitRun:
             self.failure.attempt(self.rule.after_update, batch)
 
     def apply(self) -> None:
-        """Bring every owner's buffer into the parameters."""
-        buffers = dict(enumerate(pending.wait() for pending in self.arriving))
-        if not buffers and self.payload is not None:
-            buffers = {self.seat.coordinate: self.payload}
-        for owner, buffer in buffers.items():
-            slots = self.active(owner)
-            if not self.rule.sends_parameters:
-                for batch, views in self.batches(slots, buffer, owned=False):
-                    self.failure.attempt(self.rule.finish, batch, views)
-            elif owner != self.seat.coordinate and slots:
-                parameters = [self.tensors.parameters[s.parameter] for s in slots]
-                torch._foreach_copy_(parameters, self.views(slots, buffer))
+        """Bring everything that arrived into the parameters."""
+        if self.seat.replica_group is None and self.payload is not None:
+            mine = self.seat.coordinate
+            self.arriving.append((mine, self.active(mine), Pending(self.payload)))
+        for owner, slots, pending in self.arriving:
+            buffer = pending.wait()
+            if self.rule.sends_parameters:
+                if owner != self.seat.coordinate:
+                    self.take(slots, buffer)
+                continue
+            for batch, views in self.batches(slots, buffer, owned=False):
+                self.failure.attempt(self.rule.finish, batch, views)
         self.payload, self.arriving = None, []
+
+    def take(self, slots: Sequence[Slot], buffer: Tensor) -> None:
+        """Copy received parameters, unless they were received in place."""
+        parameters = [self.tensors.parameters[s.parameter] for s in slots]
+        if parameters and parameters[0].data_ptr() != buffer.data_ptr():
+            torch._foreach_copy_(parameters, self.views(slots, buffer))
 
     # ------------------------------------------------------------------------------------ packing
 
@@ -222,12 +248,13 @@ class _UnitRun:
         index = next(slot.parameter for part in self.unit.owned for slot in part)
         return self.tensors.parameters[index]
 
-    def splits(self, gathered: Sequence[Slot]) -> tuple[list[int], list[int]]:
-        """Elements that this shard sends to, and receives from, every shard."""
-        shards, me = range(len(gathered[0].elements)), self.seat.shard
-        send = [sum(s.elements[me] for s in gathered if s.compute == to) for to in shards]
-        here = [s for s in gathered if s.compute == me]
-        return send, [sum(s.elements[source] for s in here) for source in shards]
+    def splits(self, gathered: Sequence[Slot]) -> list[list[int]]:
+        """Elements that each shard sends to each compute shard; `[from][to]`."""
+        shards = range(len(gathered[0].elements))
+        return [
+            [sum(s.elements[source] for s in gathered if s.compute == to) for to in shards]
+            for source in shards
+        ]
 
     def batches(
         self, slots: Sequence[Slot], buffer: Tensor | None, *, owned: bool

@@ -8,8 +8,8 @@ Two forms compute the same polynomials:
 
 * `standard`  three products a step; `20n²m + 10n³` flops for five steps on n × m, n <= m;
 * `gram`      works on the n × n Gram matrix and touches the long side only at the ends and at
-  restarts: `12n²m + 22n³`. In low precision it drifts without restarts, because the Gram matrix of
-  the product is then never the product of what was rounded.
+  restarts after steps 1, 3, 5, …: `12n²m + 22n³`. Without restarts it drifts: rounded once, the
+  small singular values of the Gram matrix, which are squares, are lost for good.
 """
 
 from __future__ import annotations
@@ -69,13 +69,25 @@ POLAR_EXPRESS: Coefficients = (
 TABLES: dict[str, Coefficients] = {"asym5": ASYM5, "polar_express": POLAR_EXPRESS}
 VARIANTS = ("legacy", "asym5", "polar_express", "custom")
 
-# `auto` takes the Gram form from this aspect ratio (long side over short side) on.
+# `auto` takes the Gram form where it was measured to be faster, and as exact: over conditions 1 to
+# 1e6 its worst error against float64 is at most 1.1 times standard's, and at each condition it is
+# at most that plus one unit of bfloat16 (2^-8); `python -m benchmarks.step` prints both. It is the
+# default table in bfloat16, from an aspect ratio (long side over short side) of 3 on. Below a short
+# side of 256 roundings average out less. In float32 the error is up to 1.4 times standard's, with
+# Polar Express up to twice.
 GRAM_ASPECT = 3.0
+GRAM_MIN_SHORT_SIDE = 256
+# From this aspect ratio on, n × n matrices are such a small part of the work that the Gram form
+# keeps them in float32, whatever the short side.
+GRAM_WIDE_ASPECT = 16.0
 
 # Float32 products on a CPU run at cache speed as long as the iterate stays in the second-level
 # cache, so a batch is walked in blocks of about this many bytes. In bfloat16 the products are so
 # much faster that the cost of a call decides, and the whole batch is one block.
 _CPU_BLOCK_BYTES = 1 << 19
+
+# Steps 4 and on of the Gram form meet singular values that are mostly near 1 (see `_pair`).
+_FIRST_SHIFTED_GROUP = 2
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -194,7 +206,8 @@ def newton_schulz(
     if not result.numel():
         return result
     source, target = matrices.reshape(-1, rows, columns), result.view(-1, rows, columns)
-    groups = step_groups(coefficients, gram=uses_gram(rows, columns, algorithm))
+    gram = uses_gram(rows, columns, coefficients, dtype, algorithm)
+    groups = step_groups(coefficients, gram=gram)
     size = _block_length(target)
     for start in range(0, len(target), size):
         block = slice(start, start + size)
@@ -202,11 +215,16 @@ def newton_schulz(
     return result
 
 
-def uses_gram(rows: int, columns: int, algorithm: str) -> bool:
-    """Whether a matrix of this shape goes through the Gram form."""
-    if algorithm == "auto":
-        return max(rows, columns) >= GRAM_ASPECT * min(rows, columns)
-    return algorithm == "gram"
+def uses_gram(
+    rows: int, columns: int, coefficients: Coefficients, dtype: torch.dtype, algorithm: str
+) -> bool:
+    """Whether matrices of this shape go through the Gram form."""
+    if algorithm != "auto":
+        return algorithm == "gram"
+    if dtype != torch.bfloat16 or coefficients != ASYM5:
+        return False
+    short, aspect = min(rows, columns), _aspect(rows, columns)
+    return aspect >= GRAM_WIDE_ASPECT or (aspect >= GRAM_ASPECT and short >= GRAM_MIN_SHORT_SIDE)
 
 
 def step_groups(coefficients: Coefficients, *, gram: bool) -> tuple[Coefficients, ...]:
@@ -220,6 +238,16 @@ def step_groups(coefficients: Coefficients, *, gram: bool) -> tuple[Coefficients
 
 
 # ---------------------------------------------------------------------------------------- iteration
+
+
+def _aspect(rows: int, columns: int) -> float:
+    return max(rows, columns) / min(rows, columns)
+
+
+def _small_dtype(rows: int, columns: int, dtype: torch.dtype, *, paired: bool) -> torch.dtype:
+    """The dtype of the n × n matrices."""
+    wide = paired and _aspect(rows, columns) >= GRAM_WIDE_ASPECT
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
 def _block_length(batch: Tensor) -> int:
@@ -241,46 +269,112 @@ def _orthogonalize_block(
     tall, n = rows > columns, min(rows, columns)
     spare = torch.empty_like(target)
     x, y = (spare, target) if len(groups) % 2 else (target, spare)
-    small = target.new_empty(4 if max(map(len, groups)) > 1 else 2, count, n, n)
+    paired = max(map(len, groups)) > 1
+    dtype = _small_dtype(rows, columns, target.dtype, paired=paired)
+    small = target.new_empty(3 if paired else 2, count, n, n, dtype=dtype)
     _normalize(source, epsilon, out=x)
-    for group in groups:
-        torch.bmm(x.mT, x, out=small[0]) if tall else torch.bmm(x, x.mT, out=small[0])
-        factor, polynomial = _polynomial(group, small)
-        left, right = (x, polynomial) if tall else (polynomial, x)
-        torch.baddbmm(x, left, right, beta=factor, out=y)
+    for i, group in enumerate(groups):
+        shift = int(len(group) > 1 and i >= _FIRST_SHIFTED_GROUP)
+        _gram_matrix(x.mT if tall else x, shift, out=small[0])
+        factor, polynomial = _polynomial(group, small, shift)
+        polynomial = polynomial.to(x.dtype)
+        torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=factor, out=y)
         x, y = y, x
+
+
+def _gram_matrix(x: Tensor, shift: int, *, out: Tensor) -> None:
+    """`XX' - shift`, rounded once, to the dtype of X."""
+    fits = out.dtype == x.dtype
+    gram = out if fits else torch.empty_like(out, dtype=x.dtype)
+    if shift:
+        gram.zero_().diagonal(dim1=-2, dim2=-1).fill_(-shift)
+        gram.baddbmm_(x, x.mT)
+    else:
+        torch.bmm(x, x.mT, out=gram)
+    if not fits:
+        out.copy_(gram)
 
 
 def _normalize(source: Tensor, epsilon: float, *, out: Tensor) -> None:
     """`source`, rounded to the dtype of `out`, over its Frobenius norm. The norm and the quotient
-    are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %. Through a
-    wide copy, since mixed-dtype norms and quotients are three to six times slower on a CPU."""
-    wide = source.to(out.dtype).to(torch.promote_types(out.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    norm.add_(epsilon)
-    norm.masked_fill_(norm == 0, 1.0)
-    if wide.dtype == out.dtype:
-        torch.div(wide, norm, out=out)
-    else:
-        out.copy_(wide.div_(norm))
+    are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %."""
+    rounded = source.to(out.dtype).contiguous()  # strides would decide the order of the sum
+    if out.device.type == "cpu" and out.element_size() < 4:
+        _normalize_by_rows(rounded, epsilon, out=out)
+        return
+    wide = torch.promote_types(out.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(rounded, dim=(-2, -1), keepdim=True, dtype=wide)
+    torch.div(rounded, _divisor(norm, epsilon), out=out)
 
 
-def _polynomial(group: Coefficients, small: Tensor) -> tuple[float, Tensor]:
-    """`(q, E)` such that the one or two steps of `group` map X to `qX + EX`.
+def _divisor(norm: Tensor, epsilon: float) -> Tensor:
+    """`norm + epsilon`, or 1 where that is zero."""
+    total = norm + epsilon
+    return total.masked_fill_(total == 0, 1.0)
 
-    `small` is scratch; `small[0]` holds the Gram matrix R = XX'. The multiple of the identity is
-    kept apart, because in low precision it would drown the digits of E on the diagonal.
+
+def _normalize_by_rows(rounded: Tensor, epsilon: float, *, out: Tensor) -> None:
+    """The same for 16-bit dtypes on a CPU, where torch would widen whole tensors for each of the
+    two operations. Here blocks of rows are widened, and stay in the cache."""
+    count, rows, columns = out.shape
+    flat, target = rounded.reshape(-1, columns), out.view(-1, columns)
+    length = max(1, _CPU_BLOCK_BYTES // (4 * columns))
+    wide = torch.empty(min(length, len(flat)), columns)
+    norms = torch.empty(len(flat))
+    blocks = [slice(at, at + length) for at in range(0, len(flat), length)]
+    for block in blocks:
+        part = wide[: len(flat[block])].copy_(flat[block])
+        torch.linalg.vector_norm(part, dim=-1, out=norms[block])
+    norm = torch.linalg.vector_norm(norms.view(count, rows), dim=-1, keepdim=True)
+    factors = _divisor(norm, epsilon).reciprocal_().expand(count, rows).reshape(-1, 1)
+    for block in blocks:
+        part = wide[: len(flat[block])].copy_(flat[block])
+        target[block] = part.mul_(factors[block])
+
+
+def _polynomial(group: Coefficients, small: Tensor, shift: int) -> tuple[float, Tensor]:
+    """`(q, E)` such that the one or two steps of `group` map X to `qX + EX`; `small[0]` is the Gram
+    matrix less `shift`, and scratch like the others."""
+    if len(group) > 1:
+        return _pair(group, small, shift)
+    ((a, b, c),) = group
+    gram, step = small[0], small[1]
+    return a, torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=step)
+
+
+def _pair(group: Coefficients, small: Tensor, shift: int) -> tuple[float, Tensor]:
+    """`(s, E)` with s = `shift`, such that two steps map X to `sX + EX`; `small[0]` is `XX' - s`.
+
+    Matrices that are near s times the identity are kept as the difference from it. With s = 1, once
+    singular values are near 1, what is rounded is small, which is worth three bits.
+    The first polynomial is rounded before both of its uses, so that the second step sees, and
+    corrects, what its rounding did.
     """
-    (a, b, c), *later = group
-    gram, first = small[0], small[1]
-    torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=first)
-    if not later:
-        return a, first
-    ((d, e, f),) = later
-    half, second = small[2], small[3]
-    torch.baddbmm(gram, first, gram, beta=a, out=half)
-    torch.baddbmm(half, first, half, beta=a, out=gram)  # (a + E)R(a + E), after the first step
-    torch.baddbmm(gram, gram, gram, beta=e, alpha=f, out=second)
-    torch.mul(first, d, out=half).add_(second, alpha=a)
-    torch.baddbmm(half, second, first, out=gram)  # (d + F)(a + E) - da
-    return a * d, gram
+    gram, first, second = small
+    constant = _step_polynomial(group[0], gram, shift, out=first)
+    first.diagonal(dim1=-2, dim2=-1).add_(constant - shift)
+    _compose(first, shift, gram, shift, out=second)
+    _compose(second, shift, first, shift, out=gram)  # XX' - s, one step later
+    constant = _step_polynomial(group[1], gram, shift, out=second)
+    _compose(second, constant, first, shift, out=gram)
+    return float(shift), gram
+
+
+def _step_polynomial(
+    step: tuple[float, float, float], gram: Tensor, shift: int, *, out: Tensor
+) -> float:
+    """`a + bR + cR²` from `gram` = `R - s`, rewritten in powers of `R - s`. The constant term is
+    returned, the others go to `out`."""
+    a, b, c = step
+    torch.baddbmm(gram, gram, gram, beta=b + 2 * c * shift, alpha=c, out=out)
+    return a + (b + c) * shift
+
+
+def _compose(p: Tensor, constant: float, q: Tensor, shift: int, *, out: Tensor) -> None:
+    """`(p + constant)(q + s) - s`, for s 0 or 1."""
+    if not shift:
+        torch.baddbmm(q, p, q, beta=constant, out=out)
+        return
+    torch.add(p, q, alpha=constant, out=out).baddbmm_(p, q)
+    if constant != 1:
+        out.diagonal(dim1=-2, dim2=-1).add_(constant - 1)

@@ -17,6 +17,7 @@ from hyperopt.layout import Layout, holds_whole_matrices
 from hyperopt.ownership import OwnedSlot, Ownership, assign_owners
 
 ReplicaCount = int | Literal["auto"] | None
+Gather = Literal["all_to_all", "all_gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,24 @@ class PlanConfig:
     """Limits of a plan.
 
     `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
+    `gather`: how matrices travel to their compute rank: `all_to_all`, which sends nothing twice, or
+    `all_gather`, for clusters on which all-to-all exhausts connections.
+    `check_replicas_every`: after every n-th step compare the replicas' parameters bit for bit, and
+    give those that differ the first replica's values, with a warning; 0 never.
     """
 
     unit_bytes: int = 512 * 2**20
+    gather: Gather = "all_to_all"
+    check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
+        every = self.check_replicas_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"PlanConfig.check_replicas_every must be 0 or more, got {every!r}")
+        if self.gather not in ("all_to_all", "all_gather"):
+            raise ValueError(
+                f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
+            )
         if isinstance(self.unit_bytes, bool) or self.unit_bytes < 1:
             raise ValueError(f"PlanConfig.unit_bytes must be positive, got {self.unit_bytes}")
 
@@ -129,6 +143,7 @@ class StepPlan:
     layouts: tuple[LayoutPlan, ...]
     slots: tuple[Slot, ...]
     units: tuple[Unit, ...]
+    gather: Gather
 
     def digest(self) -> bytes:
         """32 bytes that differ when any part of the plan does."""
@@ -199,7 +214,7 @@ def build_plan(
             config,
         )
     )
-    return StepPlan(tuple(parameters), tuple(layouts), slots, units)
+    return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather)
 
 
 def _spread(layout: LayoutPlan, shape: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:

@@ -1,4 +1,4 @@
-"""Optimizer state on owners: the store, the seam to checkpoints, and torch's dict forms.
+"""Optimizer state on owners: the store, its view, pieces for checkpoints, and sending it to all.
 
 State is kept per parameter index as local tensors. `entries` says on every rank which state exists
 somewhere, with its dtype, so that ranks agree on what to send without asking.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyperopt.comm import Seat, publish
-from hyperopt.layout import like_parameter, local_tensor
+from hyperopt.layout import local_tensor
 from hyperopt.ownership import Box, OwnedPiece, OwnedTensor
 from hyperopt.plan import StepPlan
 
@@ -36,15 +36,24 @@ def state_shape(key: str, parameter_shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class StateStore:
-    """What this rank owns (`owned`) and what exists anywhere (`entries`), by parameter index."""
+    """What this rank owns (`owned`) and what exists anywhere (`entries`), by parameter index.
+
+    `synced` holds every parameter's state for as long as a caller wants it here; None otherwise.
+    """
 
     owned: States = field(default_factory=dict)
     entries: dict[int, dict[str, torch.dtype]] = field(default_factory=dict)
+    synced: States | None = None
 
     def clear(self) -> None:
         """Forget everything."""
         self.owned.clear()
         self.entries.clear()
+        self.synced = None
+
+    def visible(self) -> States:
+        """What `optimizer.state` shows."""
+        return self.owned if self.synced is None else self.synced
 
 
 class StateView(Mapping[Tensor, dict[str, Tensor]]):
@@ -64,7 +73,7 @@ class StateView(Mapping[Tensor, dict[str, Tensor]]):
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Tensor]:
         index = self._indices[parameter]
-        owned = self._store.owned.get(index, {})
+        owned = self._store.visible().get(index, {})
         return {key: owned[key] if key in owned else _absent(parameter) for key in self._keys}
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -236,108 +245,3 @@ def _send(
             # A copy: a DTensor around a view at an offset cannot be deep-copied, and one tensor
             # that is kept would keep the whole buffer.
             states.setdefault(index, {})[key] = view.clone()
-
-
-# -------------------------------------------------------------------------------------- torch forms
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedDict:
-    """A state dict of any form: state per parameter index, and the groups in this optimizer's
-    order (without `params` and `param_names`)."""
-
-    states: dict[int, dict[str, Any]]
-    groups: list[dict[str, Any]]
-
-
-def parse_state_dict(
-    state_dict: Mapping[str, Any], group_names: Sequence[Sequence[str]]
-) -> ParsedDict:
-    """Read torch's index-keyed form, the nested form keyed by FQN, or the flat one.
-
-    `group_names`: FQNs of every group, in order. Raises ValueError for anything else, and where
-    groups or names do not match.
-    """
-    if "param_groups" in state_dict:
-        return _parse_nested(state_dict, group_names)
-    if state_dict and all(k.startswith(("state.", "param_groups.")) for k in state_dict):
-        return _parse_flat(state_dict, group_names)
-    found = list(state_dict)[:5]
-    raise ValueError(
-        "not an optimizer state dict: expected 'state' and 'param_groups', or flat keys "
-        f"'state.<fqn>.<key>' and 'param_groups.<fqn>.<name>', found {found}"
-    )
-
-
-def _parse_nested(
-    state_dict: Mapping[str, Any], group_names: Sequence[Sequence[str]]
-) -> ParsedDict:
-    saved = state_dict["param_groups"]
-    if len(saved) != len(group_names):
-        raise ValueError(
-            f"the state dict has {len(saved)} parameter groups, this optimizer {len(group_names)}"
-        )
-    indices: dict[Any, int] = {}
-    count = 0
-    for number, (group, names) in enumerate(zip(saved, group_names, strict=True)):
-        ids = group["params"]
-        if len(ids) != len(names):
-            raise ValueError(
-                f"group {number} of the state dict has {len(ids)} parameters, here {len(names)}"
-            )
-        ours = {name: count + i for i, name in enumerate(names)}
-        by_name = all(isinstance(i, str) for i in ids)
-        if by_name and set(ids) != set(names):
-            strange = sorted(set(ids) ^ set(names))
-            raise ValueError(f"group {number} differs in parameters: {strange[:10]}")
-        for position, i in enumerate(ids):
-            indices[i] = ours[i] if by_name else count + position
-        count += len(names)
-    unknown = [key for key in state_dict["state"] if key not in indices]
-    if unknown:
-        raise ValueError(
-            f"state for parameters that no group of the state dict has: {unknown[:10]}"
-        )
-    states = {indices[key]: _present(value) for key, value in state_dict["state"].items()}
-    groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in saved]
-    return ParsedDict({i: s for i, s in states.items() if s}, groups)
-
-
-def _parse_flat(state_dict: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> ParsedDict:
-    names = [name for group in group_names for name in group]
-    states: dict[int, dict[str, Any]] = {}
-    values: dict[str, dict[str, Any]] = {name: {} for name in names}
-    by_length = sorted(names, key=len, reverse=True)
-    for full_key, value in state_dict.items():
-        kind, _, rest = full_key.partition(".")
-        owner = next((name for name in by_length if rest.startswith(name + ".")), None)
-        if owner is None:
-            raise ValueError(f"{full_key!r} belongs to no parameter of this optimizer")
-        key = rest[len(owner) + 1 :]
-        if kind == "state":
-            states.setdefault(names.index(owner), {})[key] = value
-        else:
-            values[owner][key] = value
-    groups: list[dict[str, Any]] = []
-    for number, group in enumerate(group_names):
-        members = [values[name] for name in group if values[name]]
-        if any(member != members[0] for member in members):
-            raise ValueError(f"parameters of group {number} have different hyperparameters")
-        groups.append(dict(members[0]) if members else {})
-    return ParsedDict({i: _present(s) for i, s in states.items()}, groups)
-
-
-def _present(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what torch's unflattening leaves for missing keys: empty dicts."""
-    return {key: value for key, value in state.items() if not isinstance(value, Mapping)}
-
-
-def wrap_states(states: States, parameters: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Local tensors as DTensors like their parameters; 0-D ones as they are."""
-    return {
-        index: {
-            key: value if key == STEP else like_parameter(value, parameters[index])
-            for key, value in state.items()
-        }
-        for index, state in states.items()
-    }

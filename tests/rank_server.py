@@ -33,6 +33,7 @@ from typing import NoReturn
 # What nearly every distributed test imports; the ranks inherit it.
 PRELOAD = (
     "torch",
+    "torch._dynamo",  # FSDP2 imports it on first use, which takes seconds on every rank
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -30,22 +30,40 @@ LAYERS = {
         ("newton_schulz", "layout", "hyperparameters", "hooks"),
         ("rules", "plan"),
         ("comm",),
-        ("executor", "state", "preflight"),
+        ("executor", "state", "preflight", "guard"),
+        ("state_dicts",),
         ("assembly",),
         ("distributed",),
         ("muon", "adamw", "chained", "recipes"),
     ),
     "ckpt": (
-        ("errors",),
-        ("manifest", "topology"),
-        ("storage", "ranges", "data_file", "planner", "streams", "formats", "formats.dcp"),
-        ("checkpoint", "commit", "runs", "summary"),
-        ("reshard", "verify", "app_state", "manager", "diff"),
+        ("errors", "names", "dtypes", "schema"),
+        ("manifest_checks", "inert_pickle"),
+        ("manifest", "topology", "values"),
+        ("storage_protocol", "storage_local", "storage_fsspec"),
+        (
+            *("storage", "ranges", "data_file", "planner", "merge", "streams", "torch_archive"),
+            *("formats", "formats.dcp_reader", "formats.dcp", "coverage", "verify_data"),
+        ),
+        ("formats.dcp_writer", "rewrite"),
+        ("checkpoint", "commit", "summary"),
+        ("reshard_plan",),
+        ("reshard", "verify", "runs", "diff"),
+        ("coordinator", "state", "state.tensors", "state.rng", "state.part", "state.groups"),
+        ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),
+        ("app_state",),
+        ("capture", "reading"),
+        ("saving", "loading"),
+        ("manager",),
     ),
 }
 
 # All that may import torch; everything else in ckpt and cli, and the leaf of hyperopt, must not.
-NEEDS_TORCH = ("ckpt.app_state", "ckpt.manager", "ckpt.formats.dcp", "cli.demo.")
+NEEDS_TORCH = (
+    *("ckpt.app_state", "ckpt.state.", "ckpt.capture", "ckpt.coordinator"),
+    *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
+    "ckpt.formats.dcp.",
+)
 
 MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 70

@@ -72,7 +72,8 @@ def _path(key: str, entry: TensorEntry, names: Collection[str]) -> tuple[str, ..
 
 def read_metadata(storage: Storage) -> Metadata:
     """`.metadata` as torch's own classes, built from the checked content of the pickle, which is
-    never unpickled as such. Errors as `ckpt.formats.dcp_reader.read_foreign`."""
+    never unpickled as such. Of a tensor's properties only the dtype is kept; torch has deprecated
+    the others. Errors as `ckpt.formats.dcp_reader.read_foreign`."""
     foreign = read_foreign(storage)
     state: dict[str, STORAGE_TYPES] = {key: BytesStorageMetadata() for key in foreign.objects}
     for key, tensor in foreign.tensors.items():

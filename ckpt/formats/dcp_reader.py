@@ -7,7 +7,7 @@ raw bytes and the CRC-32 of each chunk are found in the archives' headers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -146,7 +146,7 @@ def _parse_entry(index: Any, info: Any) -> StoredEntry:
     where = _state(index, "MetadataIndex")
     place = info.state
     if info.kind != _STORAGE_INFO or not isinstance(place, dict):
-        raise ValueError(f"unknown storage {info!r}")
+        raise ValueError(f"{_what(info)} where a place in a file should be")
     if place.get("transform_descriptors"):
         raise IncompatibleError(
             f"{where['fqn']!r} was written through {place['transform_descriptors']}; "
@@ -177,38 +177,43 @@ def _check_complete(metadata: ForeignMetadata) -> None:
 
 def _state(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Record) or value.kind != _CLASSES + name:
-        raise TypeError(f"{value!r} where {name} should be")
+        raise TypeError(f"{_what(value)} where {name} should be")
     return _dict(value.state or {})
+
+
+def _what(value: Any) -> str:
+    """A value of unknown depth and size, for a message."""
+    return value.kind if isinstance(value, Record) else f"a {type(value).__name__}"
 
 
 def _dict(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} where a dict should be")
+        raise TypeError(f"{_what(value)} where a dict should be")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} where text should be")
+        raise TypeError(f"{_what(value)} where text should be")
     return value
 
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} where a count should be")
+        raise ValueError(f"{_what(value)} where a count should be")
     return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Record) or value.kind != "torch.Size":
-        raise TypeError(f"{value!r} where a size should be")
+        raise TypeError(f"{_what(value)} where a size should be")
     (numbers,) = value.arguments or ((),)
     return tuple(_count(number) for number in numbers)
 
 
 def _path(value: Any) -> ObjectPath:
     if not isinstance(value, tuple) or not all(isinstance(part, str | int) for part in value):
-        raise TypeError(f"{value!r} where a path into a state dict should be")
+        raise TypeError(f"{_what(value)} where a path into a state dict should be")
     return value
 
 
@@ -217,15 +222,19 @@ def _path(value: Any) -> ObjectPath:
 
 def foreign_manifest(storage: Storage, foreign: ForeignMetadata) -> Manifest:
     """A manifest of what is there: plain tensors, no topology, file checksums empty (unknown)."""
-    names = sorted({entry.file for entry in foreign.entries} | {METADATA_NAME})
-    listed = {file.name: file.modified for file in storage.list()}
-    created = datetime.fromtimestamp(listed.get(METADATA_NAME, 0.0), UTC)
+    listed = {file.name: file for file in storage.walk()}
+    created = datetime.fromtimestamp(listed[METADATA_NAME].modified, UTC)
+    # What is announced must be there; a file may hold more (an object, another writer's padding).
+    sizes = {METADATA_NAME: listed[METADATA_NAME].size}
+    for entry in foreign.entries:
+        here = listed[entry.file].size if entry.file in listed else 0
+        sizes[entry.file] = max(sizes.get(entry.file, here), entry.offset + entry.length)
     return Manifest(
         created=created.isoformat(timespec="seconds"),
         producer={"torch.distributed.checkpoint": ""},
         topology=Topology(1, ()),
         tensors={key: _tensor_entry(key, foreign) for key in foreign.tensors},
-        files=tuple(FileEntry(name, storage.size(name), "") for name in names),
+        files=tuple(FileEntry(name, size, "") for name, size in sorted(sizes.items())),
         indexes=(),
     )
 
@@ -258,35 +267,33 @@ def read_indexes(storage: Storage, foreign: ForeignMetadata) -> Iterator[Index]:
             by_file.setdefault(entry.file, []).append(entry)
     for writer, file in enumerate(sorted(by_file)):
         entries = sorted(by_file[file], key=lambda entry: entry.offset)
-        yield Index(writer, tuple(_chunks(storage, foreign, entries)))
+        yield Index(writer, tuple(read_chunk(storage, foreign, entry) for entry in entries))
 
 
-def _chunks(
-    storage: Storage, foreign: ForeignMetadata, entries: Iterable[StoredEntry]
-) -> Iterator[ChunkEntry]:
-    for entry in entries:
-        tensor = foreign.tensors[entry.key]
-        offsets = (0,) * len(tensor.shape) if entry.offsets is None else entry.offsets
-        sizes = tensor.chunks.get(offsets)
-        raw = TorchArchive(storage, entry.file, entry.offset, entry.length).tensor()
-        if (raw.dtype, raw.sizes) != (tensor.dtype, sizes):
-            raise CorruptError(
-                f"{storage.url}/{entry.file}: archive at byte {entry.offset}: {raw.dtype} of sizes "
-                f"{raw.sizes}, but {METADATA_NAME} says {tensor.dtype} of {sizes} for chunk "
-                f"{offsets} of tensor {entry.key!r}"
-            )
-        yield ChunkEntry(
-            key=entry.key,
-            offsets=offsets,
-            sizes=raw.sizes,
-            file=entry.file,
-            byte_offset=raw.byte_offset,
-            byte_length=raw.byte_length,
-            entry_offset=entry.offset,
-            entry_length=entry.length,
-            crc32=raw.crc32,
-            xxh3_128="",
+def read_chunk(storage: Storage, foreign: ForeignMetadata, entry: StoredEntry) -> ChunkEntry:
+    """One chunk of a tensor, from the headers of its archive. Errors as `read_indexes`."""
+    tensor = foreign.tensors[entry.key]
+    offsets = (0,) * len(tensor.shape) if entry.offsets is None else entry.offsets
+    sizes = tensor.chunks.get(offsets)
+    raw = TorchArchive(storage, entry.file, entry.offset, entry.length).tensor()
+    if (raw.dtype, raw.sizes) != (tensor.dtype, sizes):
+        raise CorruptError(
+            f"{storage.url}/{entry.file}: archive at byte {entry.offset}: {raw.dtype} of sizes "
+            f"{raw.sizes}, but {METADATA_NAME} says {tensor.dtype} of {sizes} for chunk "
+            f"{offsets} of tensor {entry.key!r}"
         )
+    return ChunkEntry(
+        key=entry.key,
+        offsets=offsets,
+        sizes=raw.sizes,
+        file=entry.file,
+        byte_offset=raw.byte_offset,
+        byte_length=raw.byte_length,
+        entry_offset=entry.offset,
+        entry_length=entry.length,
+        crc32=raw.crc32,
+        xxh3_128="",
+    )
 
 
 def foreign_objects(storage: Storage, foreign: ForeignMetadata) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from isal import isal_zlib
 
 from ckpt.data_file import ALIGNMENT, DTYPES, DataFileWriter, entry_footer, entry_header
 from ckpt.manifest import ChunkEntry
+from ckpt.storage_local import LocalStorage
 from hyperopt.ownership import Box
+from tests.ckpt.samples import raw_bytes
 
 
 class MemoryWriter:
@@ -39,11 +41,6 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Te
         return torch.randint(0, 2, shape, generator=generator).bool()
     raw = torch.randint(0, 256, (count * DTYPES[dtype].itemsize,), generator=generator)
     return raw.to(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
-
-
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Little-endian row-major bytes of a tensor."""
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_one(dtype: str, tensor: torch.Tensor) -> tuple[bytes, ChunkEntry]:
@@ -162,3 +159,33 @@ def test_more_than_4_gib_of_one_chunk(tmp_path: Path) -> None:
     assert loaded.shape == sizes
     assert loaded[4, -3:].tolist() == [0, 0, 0]
     assert loaded.untyped_storage().nbytes() == 5 * 2**30
+
+
+def test_writing_in_steps_gives_the_same_file_as_adding(tmp_path: Path) -> None:
+    boxes = [("a", Box((0,), (6,)), b"abcdef"), ("b", Box((), ()), b"x")]
+    storage = LocalStorage(tmp_path)
+    with storage.create("added") as file:
+        added = DataFileWriter(file, "f")
+        chunks = [added.add(key, box, "uint8", [data]) for key, box, data in boxes]
+        entry = added.finish()
+    with storage.create("stepped") as file:
+        stepped = DataFileWriter(file, "f")
+        for (key, box, data), chunk in zip(boxes, chunks, strict=True):
+            stepped.begin(key, box, "uint8")
+            for at in range(len(data)):
+                stepped.write(data[at : at + 1])
+            assert stepped.end() == chunk
+        assert stepped.finish() == entry
+    assert storage.read("stepped") == storage.read("added")
+
+
+def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
+    with LocalStorage(tmp_path).create("f") as file:
+        writer = DataFileWriter(file, "f")
+        with pytest.raises(ValueError, match="no chunk was begun"):
+            writer.write(b"x")
+        writer.begin("a", Box((), ()), "uint8")
+        with pytest.raises(ValueError, match="'a' has not been ended"):
+            writer.begin("b", Box((), ()), "uint8")
+        with pytest.raises(ValueError, match="got 0 bytes"):
+            writer.end()

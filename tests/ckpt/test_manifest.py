@@ -142,7 +142,7 @@ MISFITS: dict[str, dict[str, Any]] = {
     "1 placements": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R",))}},
     "not a placement": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "Q"))}},
     r"cannot be placed as S\(1\)": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "S(1)"))}},
-    r"placed as _S\(0,0\)": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "_S(0,0)"))}},
+    "split factor 0": {"tensors": {"t": TensorEntry("int8", (1,), 0, ("R", "_S(0,0)"))}},
     "no mesh": {"tensors": {"t": TensorEntry("int8", (1,), None, ("R",))}},
     "do not fit sizes": {"topology": Topology(4, (Mesh(("a",), (2, 2)),))},
     "4 ranks in a world of 3": {"topology": Topology(3, MESH.meshes)},
@@ -240,7 +240,7 @@ def test_an_oversized_file_is_refused_unread() -> None:
         read_index(HugeStorage(), FileEntry("i.json", MAX_JSON_BYTES + 1, HASH))  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------- index
+# ------------------------------------------------------------------------------------------ index
 
 
 def chunk(**fields: Any) -> Any:

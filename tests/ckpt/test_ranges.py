@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +28,8 @@ def box_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
 
 
 def take(array: np.ndarray, box: Box) -> np.ndarray:
-    slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    """A view of the box, also of a 0-D array."""
+    slices: list[Any] = [slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
     return array[(*slices, ...)]
 
 

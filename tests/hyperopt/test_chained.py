@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -102,6 +103,52 @@ def restore_every_way() -> list[bool]:
 
 def test_torch_state_dict_functions_restore_every_state() -> None:
     assert run_ranks(restore_every_way, 4) == [[True] * 4] * 4
+
+
+def owned_bytes(optimizer: ChainedOptimizer) -> int:
+    """What the state that this rank can reach weighs."""
+    tensors = [t for entry in optimizer.state.values() for t in entry.values() if not t.is_meta]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def named_forms() -> bool:
+    """Every named form restores a fresh chain; synchronized state is freed again."""
+    model, optimizer, _ = train((2, 2))
+    before = states(optimizer)
+    own = owned_bytes(optimizer)
+    with optimizer.synchronized_state():
+        everything = owned_bytes(optimizer)
+        assert not any(
+            t.is_meta
+            for p, entry in optimizer.state.items()
+            if p.grad is not None
+            for t in entry.values()
+        )
+    assert owned_bytes(optimizer) == own < everything
+    with pytest.raises(KeyError), optimizer.synchronized_state():
+        raise KeyError
+    assert owned_bytes(optimizer) == own
+    flat = optimizer.named_state_dict()
+    assert "state.blocks.0.up.weight.momentum_buffer" in flat
+    assert flat["param_groups.embedding.weight.betas"] == (0.9, 0.999)
+    nested = optimizer.named_state_dict(flatten=False)
+    assert len(nested["param_groups"]) == 2
+    local = optimizer.named_state_dict(localize=True)
+    buffer = local["state.blocks.0.up.weight.momentum_buffer"]
+    assert buffer.shape == model.blocks[0].up.weight.to_local().shape
+    file = io.BytesIO()
+    torch.save(local, file)
+    file.seek(0)
+    for form in (flat, nested, torch.load(file, weights_only=False), optimizer.state_dict()):
+        fresh = build_optimizer(model, **OPTIONS)
+        fresh.load_state_dict(state_dict=form)
+        assert_same_states(states(fresh), before)
+        assert [g.get("step") for g in fresh.param_groups] == [4, None]
+    return True
+
+
+def test_named_forms_restore_and_synchronized_state_is_freed() -> None:
+    assert all(run_ranks(named_forms, 4))
 
 
 def test_state_shows_keys_without_memory_and_is_truthy() -> None:

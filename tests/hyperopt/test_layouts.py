@@ -114,5 +114,12 @@ def test_many_units_equal_one() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.full, many.full, strict=True))
 
 
+def test_all_gather_gives_the_same_bits() -> None:
+    base = {"kind": "Muon", "mesh_shape": (2, 2)}
+    plans = [{**base, "options": o} for o in ({}, {"plan": PlanConfig(gather="all_gather")})]
+    for one, other in run_ranks(train_many, 4, plans):
+        assert all(torch.equal(a, b) for a, b in zip(one.full, other.full, strict=True))
+
+
 def test_newton_schulz_cost_counts_the_short_side() -> None:
     assert newton_schulz_cost(1, 8, 4, 5) == newton_schulz_cost(1, 4, 8, 5) == 5 * (4 * 128 + 128)

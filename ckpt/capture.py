@@ -1,0 +1,332 @@
+"""From objects on all ranks to one state: what there is, who writes what, what each rank keeps.
+
+After `capture_state`, all ranks know the same layout and the same plan; only digests have
+travelled, unless ranks hold different things. No file has been touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ckpt.app_state import open_parts
+from ckpt.coordinator import LEADER, Coordinator, everywhere
+from ckpt.errors import CheckpointError, IncompatibleError, UsageError
+from ckpt.merge import Layout, Records, merge_layouts, merge_records
+from ckpt.planner import PlannedChunk, WritePlan, plan_writes, table_digest
+from ckpt.state.objects import tensor_digest
+from ckpt.state.part import PER_RANK, Snapshot
+from ckpt.state.rng import capture_rng
+from ckpt.state.tensors import LocalTensor, Piece, TensorReader, sub_box
+from ckpt.topology import PlacedTensor
+from ckpt.values import tagged
+from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
+
+log = logging.getLogger(__name__)
+
+PRIVATE_FORMAT = 1
+
+
+def _same_table(one: dict[str, PlacedTensor], other: dict[str, PlacedTensor]) -> bool:
+    """Equal, in equal order; quick where the values are the same objects."""
+    return list(one) == list(other) and list(one.values()) == list(other.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWrite:
+    """One chunk that this rank writes, and its live data."""
+
+    chunk: PlannedChunk
+    dtype: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """A state that is ready to be written: what all ranks know, and what this rank contributes.
+
+    `names` are those under which the objects were passed. `private` is this rank's private file:
+    its generators and the values of objects that differ between ranks.
+    """
+
+    names: tuple[str, ...]
+    layout: Layout
+    records: Records
+    extras: dict[str, Any]
+    writes: tuple[PlannedWrite, ...]
+    private: bytes
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """What one save can take over from earlier ones: descriptions of tensors, and layouts and plans
+    by the digests of all ranks' layouts. It keeps no tensor alive."""
+
+    limit: int = 2
+    reader: TensorReader = field(default_factory=TensorReader)
+    _known: dict[tuple[bytes, ...], tuple[Layout, WritePlan]] = field(default_factory=dict)
+    _last: tuple[dict[str, PlacedTensor], bytes] | None = None
+
+    def digest(self, placed: dict[str, PlacedTensor], world_size: int) -> bytes:
+        """`table_digest`, which need not be computed again for the table of the last save."""
+        if self._last is None or not _same_table(self._last[0], placed):
+            self._last = (placed, table_digest(placed, world_size))
+        return self._last[1]
+
+    def get(self, digests: tuple[bytes, ...]) -> tuple[Layout, WritePlan] | None:
+        """What was made for the same layouts."""
+        return self._known.get(digests)
+
+    def put(self, digests: tuple[bytes, ...], made: tuple[Layout, WritePlan]) -> None:
+        """Remember; the oldest is forgotten."""
+        self._known[digests] = made
+        while len(self._known) > self.limit:
+            del self._known[next(iter(self._known))]
+
+
+def capture_state(
+    state: Mapping[str, Any],
+    coordinator: Coordinator,
+    cache: PlanCache,
+    require_finite: bool = False,
+) -> CapturedState:
+    """Agree with all ranks on what is saved and by whom. A collective.
+
+    Raises on every rank where any rank cannot save something, ranks hold contradictory things, or
+    `require_finite` finds an infinity or NaN in floating state.
+    """
+    rng = capture_rng()  # first, since what follows may use them
+    shared, objects = everywhere(coordinator, "save", lambda: _take(state, cache.reader))
+    private = _private_names(shared, objects, coordinator)
+    objects = {name: snapshot for name, snapshot in objects.items() if name not in private}
+    tensors = _tensors([*shared.values(), *objects.values()])
+    layout, plan = _agree_on_layout(_layout(shared, tensors), coordinator, cache)
+    records = _agree_on_records(_records(shared), coordinator)
+    plan = _settle_copies(_tensors(shared.values()), layout, plan, coordinator)
+
+    def contribute() -> tuple[tuple[PlannedWrite, ...], bytes]:
+        writes = planned_writes(plan.ranks[coordinator.rank], tensors, coordinator.rank)
+        if require_finite:
+            check_finite(writes)
+        return writes, _private_file(rng, private)
+
+    writes, blob = everywhere(coordinator, "save", contribute)
+    extras = {
+        **records.values,
+        **{name: snapshot.values for name, snapshot in objects.items()},
+        **{name: tagged(PER_RANK) for name in private},
+    }
+    return CapturedState(tuple(state), layout, records, extras, writes, blob)
+
+
+Snapshots = dict[str, Snapshot]
+
+
+def _take(state: Mapping[str, Any], reader: TensorReader) -> tuple[Snapshots, Snapshots]:
+    """Snapshots of modules and optimizers, and of all other objects."""
+    parts = [(part, part.capture()) for part in open_parts(state, reader)]
+    shared = {part.name: snapshot for part, snapshot in parts if part.is_shared}
+    return shared, {part.name: snapshot for part, snapshot in parts if not part.is_shared}
+
+
+def _private_names(
+    shared: Snapshots, objects: Snapshots, coordinator: Coordinator
+) -> dict[str, Any]:
+    """The objects whose values cannot be shared between ranks, with this rank's. A collective."""
+    own = {name: snapshot.fingerprint for name, snapshot in objects.items()}
+    gathered = coordinator.all_gather_object((sorted(shared), own))
+    for rank, (names, prints) in enumerate(gathered):
+        if names != gathered[0][0] or set(prints) != set(gathered[0][1]):
+            raise UsageError(
+                f"ranks save different things: rank {rank} {sorted([*names, *prints])}, "
+                f"rank 0 {sorted([*gathered[0][0], *gathered[0][1]])}"
+            )
+    return {
+        name: snapshot.raw
+        for name, snapshot in objects.items()
+        if None in (found := {prints[name] for _, prints in gathered}) or len(found) > 1
+    }
+
+
+def _tensors(snapshots: Iterable[Snapshot]) -> dict[str, LocalTensor]:
+    return {key: local for snapshot in snapshots for key, local in snapshot.tensors.items()}
+
+
+def _layout(shared: Snapshots, tensors: Mapping[str, LocalTensor]) -> Layout:
+    placed = {key: local.placed for key, local in tensors.items()}
+    return Layout(placed, {key: of for s in shared.values() for key, of in s.states.items()})
+
+
+def _records(shared: Snapshots) -> Records:
+    return Records(
+        tuple(group for snapshot in shared.values() for group in snapshot.groups),
+        tuple(entry for snapshot in shared.values() for entry in snapshot.ownership),
+        tuple(key for snapshot in shared.values() for key in snapshot.absent),
+        {name: s.values for name, s in shared.items() if s.values is not None},
+    )
+
+
+# -------------------------------------------------------------------------------------- agreement
+
+
+def _agree_on_layout(
+    own: Layout, coordinator: Coordinator, cache: PlanCache
+) -> tuple[Layout, WritePlan]:
+    """The layout that all ranks together have, and its plan. A collective."""
+    world_size = coordinator.world_size
+    digests = tuple(coordinator.all_gather_object(cache.digest(own.placed, world_size)))
+    known = cache.get(digests)
+    if known is None:
+        layout = own
+        if len(set(digests)) > 1:
+            layout = merge_layouts(coordinator.all_gather_object(own))
+        known = (layout, plan_writes(layout.placed, world_size))
+        cache.put(digests, known)
+    return known
+
+
+def _agree_on_records(own: Records, coordinator: Coordinator) -> Records:
+    """The records that all ranks together have. A collective."""
+    digests = coordinator.all_gather_object(own.digest())
+    if len(set(digests)) == 1:
+        return own
+    return merge_records(coordinator.all_gather_object(own))
+
+
+def _settle_copies(
+    tensors: Mapping[str, LocalTensor],
+    layout: Layout,
+    plan: WritePlan,
+    coordinator: Coordinator,
+) -> WritePlan:
+    """Check that all copies of plain tensors are equal. A collective.
+
+    Buffers may differ: the lowest rank's copy is the one to be written, and a warning says so.
+    Anything else is an error, since one copy would silently stand for all.
+    """
+    if coordinator.world_size == 1:
+        return plan
+    copies = {
+        key: (tensor_digest(local), local.is_buffer)
+        for key, local in tensors.items()
+        if local.is_copy
+    }
+    digest = hashlib.sha256(repr(copies).encode()).digest()
+    if len(set(coordinator.all_gather_object(digest))) == 1:
+        return plan
+    differing = _differing(coordinator.all_gather_object(copies))
+    if not differing:
+        return plan
+    if coordinator.rank == LEADER:
+        for key, rank in differing.items():
+            log.warning("%s: copies differ between ranks; that of rank %d is saved", key, rank)
+    narrowed = {key: _held_by(layout.placed[key], rank) for key, rank in differing.items()}
+    return plan_writes({**layout.placed, **narrowed}, coordinator.world_size)
+
+
+def _differing(gathered: list[dict[str, tuple[bytes, bool]]]) -> dict[str, int]:
+    """Buffers whose copies differ, each with the lowest rank that has one."""
+    out: dict[str, int] = {}
+    for key in dict.fromkeys(key for copies in gathered for key in copies):
+        ranks = [rank for rank, copies in enumerate(gathered) if key in copies]
+        if len({gathered[rank][key] for rank in ranks}) == 1:
+            continue
+        other = next(r for r in ranks if gathered[r][key] != gathered[ranks[0]][key])
+        if not all(gathered[rank][key][1] for rank in ranks):
+            raise IncompatibleError(
+                f"{key}: ranks {ranks[0]} and {other} have different values of this plain tensor, "
+                "of which one copy would be saved; shard it as a DTensor, give it another name "
+                "on each rank, or make the copies equal"
+            )
+        out[key] = ranks[0]
+    return out
+
+
+def _held_by(tensor: PlacedTensor, rank: int) -> PlacedTensor:
+    """The same tensor as if that rank alone had it."""
+    mesh = MeshSpec(("rank",), (1,), (rank,))
+    where = ParameterPlacement(tensor.placement.shape, mesh, (Placement(),), None, 1)
+    return replace(tensor, placement=where)
+
+
+# ------------------------------------------------------------------------------ this rank's share
+
+
+def planned_writes(
+    chunks: Iterable[PlannedChunk], tensors: Mapping[str, LocalTensor], rank: int
+) -> tuple[PlannedWrite, ...]:
+    """The live data of planned chunks. Raises CheckpointError, naming tensor and rank, where this
+    rank does not have what its placement says."""
+    return tuple(
+        PlannedWrite(chunk, local.placed.dtype, _data(chunk, local, rank))
+        for chunk in chunks
+        for local in [tensors[chunk.key]]
+    )
+
+
+def _data(chunk: PlannedChunk, local: LocalTensor, rank: int) -> torch.Tensor:
+    pieces = local.pieces()
+    if len(pieces) == 1 and pieces[0].box == chunk.box:
+        return pieces[0].tensor
+    holder = _holder(chunk, pieces)
+    if holder is None:
+        have = [(list(p.box.offsets), list(p.box.sizes)) for p in pieces]
+        raise CheckpointError(
+            f"{chunk.key}: rank {rank} should write offsets {list(chunk.box.offsets)} sizes "
+            f"{list(chunk.box.sizes)}, but has {have}; its optimizer or mesh is not what it says"
+        )
+    return sub_box(holder, chunk.box)
+
+
+def _holder(chunk: PlannedChunk, pieces: tuple[Piece, ...]) -> Piece | None:
+    """The piece that covers a planned chunk."""
+    return next((p for p in pieces if p.box.intersection(chunk.box) == chunk.box), None)
+
+
+def check_finite(writes: Iterable[PlannedWrite]) -> None:
+    """Raises CheckpointError for the first tensor with an infinity or NaN."""
+    for write in writes:
+        tensor = write.tensor
+        if not tensor.is_floating_point():
+            continue
+        # Eight-bit floats have no isfinite of their own.
+        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
+        bad = tensor.numel() - int(finite.sum())
+        if bad:
+            raise CheckpointError(
+                f"{write.chunk.key}: {bad} of {tensor.numel()} values are not finite, and "
+                "require_finite is set; nothing was written"
+            )
+
+
+def _private_file(rng: dict[str, Any], values: Mapping[str, Any]) -> bytes:
+    """This rank's private file, which `torch.load(weights_only=True)` reads."""
+    sharded = [name for name, value in values.items() if value is None]
+    if sharded:
+        raise UsageError(
+            f"the state of {' or '.join(sharded)} has sharded tensors, so the rest of it must be "
+            "plain data that is equal on all ranks; keep what differs in an object of its own"
+        )
+    buffer = io.BytesIO()
+    torch.save({"format": PRIVATE_FORMAT, "rng": rng, "values": dict(values)}, buffer)
+    data = buffer.getvalue()
+    if values:
+        _check_readable(data, list(values))
+    return data
+
+
+def _check_readable(data: bytes, names: list[str]) -> None:
+    """Find out now, not when it is needed, that a state cannot be read back safely."""
+    try:
+        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise UsageError(
+            f"the state of {' or '.join(names)} cannot be saved, as it would not load without "
+            f"running code from the checkpoint; return plain data and tensors: {error}"
+        ) from error

@@ -1,0 +1,204 @@
+"""`CheckpointManager`: the checkpoints of one run, saved, found, loaded and thinned out."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt.capture import PlanCache, capture_state
+from ckpt.checkpoint import open_checkpoint
+from ckpt.coordinator import (
+    LEADER,
+    TIMEOUT,
+    Coordinator,
+    everywhere,
+    on_leader,
+    open_coordinator,
+)
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
+from ckpt.loading import LoadOptions, LoadReport, load_state
+from ckpt.manifest import Parent
+from ckpt.runs import (
+    STALE_SECONDS,
+    Level,
+    RunEntry,
+    candidates,
+    checkpoint_name,
+    latest,
+    problem_of,
+    removable,
+    remove_checkpoint,
+    scan,
+    sweep,
+)
+from ckpt.saving import Destination, SaveReport, write_state
+from ckpt.state.part import Redistribute
+from ckpt.storage import Storage, open_storage
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Checkpoints under one root, in directories `step-00001000`.
+
+    Every rank makes one, at the same point of the program, and calls its methods together with all
+    others; without a process group it works alone. `close` gives its process group back.
+
+    `keep_last`: how many checkpoints stay (None: all). `keep_every`: those of steps that are
+    multiples of it stay too. `level`: what a checkpoint must pass to be found by `load` and
+    `latest`, see `ckpt.runs.problem_of`. `stale_seconds`: after how long without a write the
+    leftovers of a save that died are swept. `require_finite`: refuse to save infinities and NaN.
+    """
+
+    def __init__(
+        self,
+        root: Storage | str | PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        level: Level = "sizes",
+        stale_seconds: float = STALE_SECONDS,
+        require_finite: bool = False,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        for option, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise UsageError(f"{option}={value}: must be at least 1, or None")
+        self.storage = open_storage(root) if isinstance(root, str | PathLike) else root
+        self.last_load: LoadReport | None = None
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._level: Level = level
+        self._stale_seconds = stale_seconds
+        self._require_finite = require_finite
+        self._parent: Parent | None = None
+        self._plans = PlanCache()
+        self._coordinator: Coordinator = open_coordinator(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the process group back."""
+        self._coordinator.close()
+
+    # ---------------------------------------------------------------------------------------- save
+
+    def save(self, step: int, **state: Any) -> SaveReport:
+        """Save `model=..., optimizer=..., ...` as the checkpoint of `step`. See `ckpt.save`.
+
+        Afterwards, checkpoints that need not be kept are removed; should that fail, a warning says
+        so, since the new checkpoint is there.
+        """
+        captured = capture_state(state, self._coordinator, self._plans, self._require_finite)
+        destination = Destination(self.storage, checkpoint_name(step), step, self._parent)
+        report = write_state(captured, destination, self._coordinator)
+        if self._coordinator.rank == LEADER:
+            self._tidy()
+        return report
+
+    def _tidy(self) -> None:
+        try:
+            sweep(self.storage, self._stale_seconds)
+            good = [
+                entry
+                for entry in scan(self.storage)
+                if entry.status == "committed" and problem_of(self.storage, entry, "sizes") is None
+            ]
+            for entry in removable(good, self._keep_last, self._keep_every):
+                remove_checkpoint(self.storage, entry.name, uuid.uuid4().hex[:16])
+                log.info("removed %s", self.storage.child(entry.name).url)
+        except (OSError, CheckpointError) as error:
+            log.warning("old checkpoints could not be removed: %s", error)
+
+    # ---------------------------------------------------------------------------------------- load
+
+    def latest(self, level: Level | None = None) -> RunEntry | None:
+        """The newest checkpoint that passes a level, the same on all ranks; None if there is none.
+        Broken ones that are newer are reported by a warning."""
+        wanted = self._level if level is None else level
+        return on_leader(
+            self._coordinator, "find a checkpoint", lambda: latest(self.storage, wanted)
+        )
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = False,
+        allow_narrowing: bool = False,
+        redistribute: Mapping[str, Redistribute] | None = None,
+        rng: bool = True,
+        **state: Any,
+    ) -> int | None:
+        """Load the newest good checkpoint, or that of `step`; returns its step.
+
+        None if there is no checkpoint at all. A broken checkpoint is reported by a warning and the
+        next older one is taken (not where `step` asks for one); with `strict` it is an error, as it
+        is when all are broken. `last_load` has the report. Other options: see `ckpt.load`.
+        """
+        options = LoadOptions(allow_narrowing, redistribute, rng)
+        problems: list[str] = []
+        for name in on_leader(self._coordinator, "find a checkpoint", lambda: self._names(step)):
+            problem = self._problem(name) or self._try_load(name, state, options)
+            if problem is None:
+                return self._remember(name)
+            problems.append(f"{self.storage.child(name).url}: {problem}")
+            if strict or step is not None:
+                break
+            if self._coordinator.rank == LEADER:
+                log.warning("skipping the broken checkpoint %s", problems[-1])
+        if problems:
+            raise CorruptError("no good checkpoint: " + "; ".join(problems))
+        return None
+
+    def _names(self, step: int | None) -> list[str]:
+        """Checkpoints that come into question, newest first."""
+        names = [entry.name for entry in candidates(self.storage, step)]
+        if step is not None and not names:
+            have = [entry.step for entry in scan(self.storage) if entry.status == "committed"]
+            raise NotFoundError(
+                f"{self.storage.url} has no checkpoint of step {step}; it has {have}"
+            )
+        return names
+
+    def _problem(self, name: str) -> str | None:
+        """What keeps a checkpoint from passing the level. A collective."""
+
+        def find() -> str | None:
+            entry = next((e for e in scan(self.storage) if e.name == name), None)
+            return problem_of(self.storage, entry, self._level) if entry else "it was removed"
+
+        return on_leader(self._coordinator, f"check {name}", find)
+
+    def _try_load(self, name: str, state: Mapping[str, Any], options: LoadOptions) -> str | None:
+        """Load one checkpoint; returns what is broken about it, on all ranks alike."""
+        try:
+            checkpoint = everywhere(
+                self._coordinator, f"open {name}", lambda: open_checkpoint(self.storage.child(name))
+            )
+            self.last_load = load_state(checkpoint, state, self._coordinator, options)
+        except CorruptError as error:
+            return str(error)
+        return None
+
+    def _remember(self, name: str) -> int | None:
+        """Saves from now on name the loaded checkpoint as their parent."""
+        report = self.last_load
+        if report is None:
+            return None
+        self._parent = Parent(name, report.step, report.sha256)
+        return report.step

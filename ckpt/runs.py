@@ -1,0 +1,227 @@
+"""The checkpoints of a run, as its directory shows them. No torch.
+
+A directory with a manifest is committed. `.pending-<name>-<token>` is a save in flight or its
+leftovers; `.trash-<name>-<token>` a checkpoint that retention is removing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.checkpoint import open_checkpoint
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
+from ckpt.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ckpt.storage import Storage, StoredFile
+from ckpt.verify import verify
+
+log = logging.getLogger(__name__)
+
+Level = Literal["committed", "sizes", "checksums"]
+LEVELS: tuple[Level, ...] = ("committed", "sizes", "checksums")
+
+Status = Literal["committed", "broken", "pending"]
+
+PENDING = ".pending-"
+TRASH = ".trash-"
+STALE_SECONDS = 3600.0
+"""A pending directory in which nothing was written for so long is a leftover."""
+
+_NAME = re.compile(r"step-(\d+)")
+_PENDING = re.compile(r"\.pending-(?P<name>.+)-[^-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """One checkpoint, or a save in flight. `size` is in bytes, as the manifest says; `modified` in
+    seconds since the epoch (0.0 if unknown); `problem` says why a broken one is broken."""
+
+    step: int | None
+    name: str
+    status: Status
+    manifest: Manifest | None
+    problem: str | None
+    size: int
+    modified: float
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Older before newer: by step, then by time."""
+        return (-1 if self.step is None else self.step, self.modified, self.name)
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory of a step's checkpoint: `step-00001000`."""
+    if step < 0:
+        raise UsageError(f"step {step} is negative")
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a directory's name, None if it has another form."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def scan(root: Storage) -> list[RunEntry]:
+    """All checkpoints under `root`, oldest first. Reads manifests only; empty if there is no root.
+
+    A directory called `step-…` without a manifest is broken; other directories without one are
+    somebody else's and are left out.
+    """
+    entries = [
+        entry
+        for file in _children(root)
+        if file.is_directory and (entry := _entry(root, file)) is not None
+    ]
+    return sorted(entries, key=lambda entry: entry.order)
+
+
+def _children(root: Storage) -> list[StoredFile]:
+    try:
+        return root.list()
+    except NotFoundError:
+        return []
+
+
+def _entry(root: Storage, file: StoredFile) -> RunEntry | None:
+    name, modified = file.name, file.modified
+    pending = _PENDING.fullmatch(name)
+    if pending is not None:
+        return RunEntry(step_of(pending["name"]), name, "pending", None, None, 0, modified)
+    if name.startswith("."):
+        return None
+    step = step_of(name)
+    if not root.exists(f"{name}/{MANIFEST_NAME}"):
+        # On object stores a save in flight looks like this too.
+        problem = f"no {MANIFEST_NAME}: the save never committed"
+        return (
+            RunEntry(step, name, "broken", None, problem, 0, modified) if step is not None else None
+        )
+    try:
+        manifest = read_manifest(root.child(name))
+    except CheckpointError as error:
+        return RunEntry(step, name, "broken", None, str(error), 0, modified)
+    size = sum(entry.size for entry in (*manifest.files, *manifest.indexes))
+    own = manifest.step if manifest.step is not None else step
+    return RunEntry(own, name, "committed", manifest, None, size, modified)
+
+
+def problem_of(root: Storage, entry: RunEntry, level: Level) -> str | None:
+    """What keeps a checkpoint from passing `level`, None if it passes.
+
+    `committed`: the manifest is there and valid. `sizes`: every file is there and has its size.
+    `checksums`: every byte is as it was written.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"level {level!r} is none of {', '.join(LEVELS)}")
+    if entry.manifest is None:
+        return entry.problem or f"a save in flight ({entry.name})"
+    if level == "committed":
+        return None
+    storage = root.child(entry.name)
+    problem = _wrong_size(storage, entry.manifest)
+    if problem is not None or level == "sizes":
+        return problem
+    report = verify(open_checkpoint(storage), "full")
+    return report.problems[0].message if report.problems else None
+
+
+def _wrong_size(storage: Storage, manifest: Manifest) -> str | None:
+    for file in (*manifest.indexes, *manifest.files):
+        try:
+            size = storage.size(file.name)
+        except (NotFoundError, OSError) as error:
+            return f"{file.name}: {error}"
+        if size != file.size:
+            return f"{file.name}: has {size} bytes, {file.size} were written"
+    return None
+
+
+def candidates(root: Storage, step: int | None = None, before: int | None = None) -> list[RunEntry]:
+    """Committed and broken checkpoints, newest first, of one step or under one."""
+    return [
+        entry
+        for entry in reversed(scan(root))
+        if entry.status != "pending"
+        and (step is None or entry.step == step)
+        and (before is None or (entry.step is not None and entry.step < before))
+    ]
+
+
+def latest(
+    root: Storage, level: Level = "committed", before: int | None = None, strict: bool = False
+) -> RunEntry | None:
+    """The newest checkpoint that passes `level` (of a step under `before`); None if there is none.
+
+    Newer ones that do not pass are reported by a warning and skipped; with `strict` the first such
+    one is a CorruptError.
+    """
+    for entry in candidates(root, before=before):
+        problem = problem_of(root, entry, level)
+        if problem is None:
+            return entry
+        if strict:
+            raise CorruptError(f"{root.child(entry.name).url}: {problem}")
+        log.warning("skipping the broken checkpoint %s: %s", root.child(entry.name).url, problem)
+    return None
+
+
+# -------------------------------------------------------------------------------------- retention
+
+
+def removable(
+    entries: Iterable[RunEntry], keep_last: int | None, keep_every: int | None
+) -> list[RunEntry]:
+    """Which committed checkpoints retention may remove, oldest first.
+
+    Kept are the newest `keep_last` and all whose step is a multiple of `keep_every`. With no
+    `keep_last` nothing is removed. Pure: callers pass only checkpoints that are good, so that a
+    broken one never counts towards what is kept.
+    """
+    if keep_last is None:
+        return []
+    committed = sorted((e for e in entries if e.status == "committed"), key=lambda e: e.order)
+    old = committed[: max(0, len(committed) - keep_last)]
+    return [e for e in old if not (keep_every and e.step is not None and e.step % keep_every == 0)]
+
+
+def remove_checkpoint(root: Storage, name: str, token: str) -> None:
+    """Remove a checkpoint so that it is either whole or no checkpoint at any instant."""
+    if root.atomic_rename:
+        trash = f"{TRASH}{name}-{token}"
+        root.rename(name, trash)
+        root.remove(trash)
+        return
+    root.remove(f"{name}/{MANIFEST_NAME}")
+    root.remove(name)
+
+
+def sweep(
+    root: Storage, stale_seconds: float = STALE_SECONDS, now: float | None = None
+) -> list[str]:
+    """Remove what died: trash, and pending directories in which nothing happened for a while.
+
+    Returns the names of what was removed.
+    """
+    now = time.time() if now is None else now
+    removed = [
+        file.name
+        for file in _children(root)
+        if file.is_directory
+        and (file.name.startswith(TRASH) or _is_stale(root, file, now - stale_seconds))
+    ]
+    for name in removed:
+        root.remove(name)
+    return removed
+
+
+def _is_stale(root: Storage, directory: StoredFile, oldest: float) -> bool:
+    if not directory.name.startswith(PENDING):
+        return False
+    times = [directory.modified, *(file.modified for file in root.walk(directory.name))]
+    return 0.0 < max(times) < oldest

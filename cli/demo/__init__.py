@@ -1,0 +1,1 @@
+"""The program behind `hyperopt-ckpt demo`: train, save, kill, reshard, resume, compare."""

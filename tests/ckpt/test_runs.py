@@ -1,0 +1,167 @@
+"""What a run's directory shows, and what retention would remove."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt.errors import CorruptError, UsageError
+from ckpt.runs import (
+    RunEntry,
+    candidates,
+    checkpoint_name,
+    latest,
+    problem_of,
+    removable,
+    remove_checkpoint,
+    scan,
+    step_of,
+    sweep,
+)
+from ckpt.saving import save
+from ckpt.storage import open_storage
+
+
+def write(root: Path, *steps: int) -> None:
+    for step in steps:
+        save(root / checkpoint_name(step), step=step, extra={"t": torch.arange(100.0) + step})
+
+
+def data_file(root: Path, step: int) -> Path:
+    return next((root / checkpoint_name(step)).glob("*.distcp"))
+
+
+def test_names() -> None:
+    assert checkpoint_name(1000) == "step-00001000"
+    assert step_of("step-00001000") == 1000
+    assert step_of(checkpoint_name(10**9)) == 10**9
+    assert step_of("final") is None
+    with pytest.raises(UsageError, match="negative"):
+        checkpoint_name(-1)
+
+
+def test_no_root_is_no_checkpoint(tmp_path: Path) -> None:
+    root = open_storage(tmp_path / "nothing")
+    assert scan(root) == []
+    assert latest(root) is None
+    assert sweep(root) == []
+
+
+def test_scan_tells_committed_broken_and_pending(tmp_path: Path) -> None:
+    write(tmp_path, 3, 10, 7)
+    save(tmp_path / "final", extra={})
+    (tmp_path / "step-00000008").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".pending-step-00000011-abc").mkdir()
+    (tmp_path / checkpoint_name(7) / "manifest.json").write_text("{}")
+    found = {entry.name: (entry.step, entry.status) for entry in scan(open_storage(tmp_path))}
+    assert list(found.items()) == [
+        ("final", (None, "committed")),
+        ("step-00000003", (3, "committed")),
+        ("step-00000007", (7, "broken")),
+        ("step-00000008", (8, "broken")),
+        ("step-00000010", (10, "committed")),
+        (".pending-step-00000011-abc", (11, "pending")),
+    ]
+    entry = next(e for e in scan(open_storage(tmp_path)) if e.step == 3)
+    files = [f for f in (tmp_path / entry.name).rglob("*") if f.is_file()]
+    assert entry.size == sum(f.stat().st_size for f in files if f.name != "manifest.json")
+
+
+def test_each_level_sees_its_kind_of_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1, 2, 3)
+    root = open_storage(tmp_path)
+    flipped, shortened = data_file(tmp_path, 2), data_file(tmp_path, 3)
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    shortened.write_bytes(shortened.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING):
+        steps = [
+            (e := latest(root, level)) and e.step for level in ("committed", "sizes", "checksums")
+        ]
+    assert steps == [3, 2, 1]
+    assert "skipping the broken checkpoint" in caplog.text
+    assert shortened.name in caplog.text
+    with pytest.raises(CorruptError, match=r"step-00000003: r00000-0\.distcp: has \d+ bytes"):
+        latest(root, "sizes", strict=True)
+    older = latest(root, before=3)
+    assert older is not None
+    assert older.step == 2
+    assert latest(root, before=1) is None
+    with pytest.raises(UsageError, match="none of committed, sizes, checksums"):
+        problem_of(root, scan(root)[0], "perfect")  # type: ignore[arg-type]
+
+
+def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    data_file(tmp_path, 1).unlink()
+    root = open_storage(tmp_path)
+    problem = problem_of(root, scan(root)[0], "sizes")
+    assert problem is not None
+    assert "r00000-0.distcp" in problem
+
+
+def test_candidates_are_newest_first(tmp_path: Path) -> None:
+    write(tmp_path, 1, 3, 2)
+    root = open_storage(tmp_path)
+    assert [e.step for e in candidates(root)] == [3, 2, 1]
+    assert [e.step for e in candidates(root, step=2)] == [2]
+    assert [e.step for e in candidates(root, before=3)] == [2, 1]
+
+
+# -------------------------------------------------------------------------------------- retention
+
+
+def entry(step: int, status: str = "committed") -> RunEntry:
+    return RunEntry(step, checkpoint_name(step), status, None, None, 0, 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (None, None, [0, 5, 10, 15, 20]),
+        (None, 10, [0, 5, 10, 15, 20]),
+        (1, None, [20]),
+        (2, None, [15, 20]),
+        (1, 10, [0, 10, 20]),
+        (9, None, [0, 5, 10, 15, 20]),
+    ],
+)
+def test_retention(keep_last: int | None, keep_every: int | None, kept: list[int]) -> None:
+    entries = [entry(step) for step in (15, 0, 20, 5, 10)]
+    removed = {e.step for e in removable(entries, keep_last, keep_every)}
+    assert sorted({0, 5, 10, 15, 20} - removed) == kept  # type: ignore[operator]
+
+
+def test_retention_neither_counts_nor_removes_the_broken() -> None:
+    entries = [entry(1), entry(2), entry(3, "broken"), entry(4, "pending")]
+    assert [e.step for e in removable(entries, 1, None)] == [1]
+
+
+def test_removal_and_sweeping(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    root = open_storage(tmp_path)
+    remove_checkpoint(root, checkpoint_name(1), "token")
+    assert [p.name for p in tmp_path.iterdir()] == [checkpoint_name(2)]
+    for name in (".trash-step-00000001-x", ".pending-old-x", ".pending-new-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    for path in (tmp_path / ".pending-old-x", tmp_path / ".pending-old-x" / "file"):
+        os.utime(path, (1000, 1000))
+    assert sorted(sweep(root)) == [".pending-old-x", ".trash-step-00000001-x"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".pending-new-x", checkpoint_name(2)]
+
+
+def test_a_pending_save_that_still_writes_is_not_stale(tmp_path: Path) -> None:
+    directory = tmp_path / ".pending-a-x"
+    directory.mkdir()
+    (directory / "file").write_text("x")
+    os.utime(directory, (1000, 1000))
+    assert sweep(open_storage(tmp_path)) == []
