@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -153,18 +153,18 @@ class StepPlan:
         """The plan with each slot, and each row of elements per shard, written once. On thousands
         of shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
         rows: dict[tuple[int, ...], int] = {}
-        slots: dict[tuple[int, int, int | None, int], int] = {}
+        slots: dict[tuple[Slot, int], int] = {}
 
         def number(slot: Slot) -> int:
             row = rows.setdefault(slot.elements, len(rows))
-            return slots.setdefault((slot.parameter, slot.owner, slot.compute, row), len(slots))
+            return slots.setdefault((replace(slot, elements=()), row), len(slots))
 
         order = [number(slot) for slot in self.slots]
         units = [
-            (unit.layout, unit.wire, unit.dtype, [[number(s) for s in part] for part in unit.owned])
+            (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
             for unit in self.units
         ]
-        return self.parameters, self.layouts, list(rows), list(slots), order, units
+        return replace(self, slots=(), units=()), list(rows), list(slots), order, units
 
     def ownership(self, member: str = "") -> Ownership:
         """The owner map, for people, checkpoints and resharding."""
