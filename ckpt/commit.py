@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import xxhash
 
@@ -113,12 +115,12 @@ class PendingCheckpoint:
         self._root.sync_directory()
 
     def _commit_by_create(self, data: bytes, metadata: bytes | None) -> None:
-        try:
+        # Read back either way. A put whose answer got lost is repeated by the client, and then
+        # finds itself; and a store that ignores the condition lets somebody else replace ours.
+        with contextlib.suppress(FileExistsError):
             self.storage.create_exclusive(MANIFEST_NAME, data)
-        except FileExistsError:
-            # A put whose answer got lost is repeated by the client, and then finds itself.
-            if self.storage.read(MANIFEST_NAME) != data:
-                raise self._lost() from None
+        if self.storage.read(MANIFEST_NAME) != data:
+            raise self._lost()
         # Its name cannot be unique, so only the winner may write it, and only now. A crash right
         # here leaves a checkpoint that loads and verifies, but not with stock torch.
         if metadata is not None:

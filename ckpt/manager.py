@@ -27,9 +27,10 @@ from ckpt.runs import (
     STALE_SECONDS,
     Level,
     RunEntry,
-    candidates,
     checkpoint_name,
+    entry_of,
     latest,
+    newest_first,
     problem_of,
     removable,
     remove_checkpoint,
@@ -113,14 +114,9 @@ class CheckpointManager:
     def _tidy(self) -> None:
         try:
             sweep(self.storage, self._stale_seconds)
-            good = [
-                entry
-                for entry in scan(self.storage)
-                if entry.status == "committed" and problem_of(self.storage, entry, "sizes") is None
-            ]
-            for entry in removable(good, self._keep_last, self._keep_every):
-                remove_checkpoint(self.storage, entry.name, uuid.uuid4().hex[:16])
-                log.info("removed %s", self.storage.child(entry.name).url)
+            for name in removable(self.storage, self._keep_last, self._keep_every):
+                remove_checkpoint(self.storage, name, uuid.uuid4().hex[:16])
+                log.info("removed %s", self.storage.child(name).url)
         except (OSError, CheckpointError) as error:
             log.warning("old checkpoints could not be removed: %s", error)
 
@@ -167,7 +163,7 @@ class CheckpointManager:
 
     def _names(self, step: int | None) -> list[str]:
         """Checkpoints that come into question, newest first."""
-        names = [entry.name for entry in candidates(self.storage, step)]
+        names = newest_first(self.storage, step)
         if step is not None and not names:
             have = [entry.step for entry in scan(self.storage) if entry.status == "committed"]
             raise NotFoundError(
@@ -179,8 +175,7 @@ class CheckpointManager:
         """What keeps a checkpoint from passing the level. A collective."""
 
         def find() -> str | None:
-            entry = next((e for e in scan(self.storage) if e.name == name), None)
-            return problem_of(self.storage, entry, self._level) if entry else "it was removed"
+            return problem_of(self.storage, entry_of(self.storage, name), self._level)
 
         return on_leader(self._coordinator, f"check {name}", find)
 

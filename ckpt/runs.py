@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -142,15 +141,33 @@ def _wrong_size(storage: Storage, manifest: Manifest) -> str | None:
     return None
 
 
-def candidates(root: Storage, step: int | None = None, before: int | None = None) -> list[RunEntry]:
-    """Committed and broken checkpoints, newest first, of one step or under one."""
-    return [
-        entry
-        for entry in reversed(scan(root))
-        if entry.status != "pending"
-        and (step is None or entry.step == step)
-        and (before is None or (entry.step is not None and entry.step < before))
-    ]
+def newest_first(root: Storage, step: int | None = None, before: int | None = None) -> list[str]:
+    """Names of what may be checkpoints, newest first: of one step, or of steps under `before`.
+
+    Only directories of other names than `step-…` are read, since nothing else tells their step.
+    """
+    found: list[tuple[int, float, str]] = []
+    for file in _children(root):
+        if not file.is_directory or file.name.startswith("."):
+            continue
+        own = step_of(file.name)
+        if own is None:
+            entry = _entry(root, file)
+            if entry is None:
+                continue
+            own = entry.step
+        if (step is None or own == step) and (before is None or (own is not None and own < before)):
+            found.append((-1 if own is None else own, file.modified, file.name))
+    return [name for _, _, name in sorted(found, reverse=True)]
+
+
+def entry_of(root: Storage, name: str) -> RunEntry:
+    """One checkpoint of a run. NotFoundError if there is none of that name."""
+    file = next((file for file in _children(root) if file.name == name), None)
+    entry = None if file is None else _entry(root, file)
+    if entry is None:
+        raise NotFoundError(f"{root.child(name).url}: no checkpoint here")
+    return entry
 
 
 def latest(
@@ -161,7 +178,8 @@ def latest(
     Newer ones that do not pass are reported by a warning and skipped; with `strict` the first such
     one is a CorruptError.
     """
-    for entry in candidates(root, before=before):
+    for name in newest_first(root, before=before):
+        entry = entry_of(root, name)
         problem = problem_of(root, entry, level)
         if problem is None:
             return entry
@@ -174,20 +192,30 @@ def latest(
 # -------------------------------------------------------------------------------------- retention
 
 
-def removable(
-    entries: Iterable[RunEntry], keep_last: int | None, keep_every: int | None
-) -> list[RunEntry]:
-    """Which committed checkpoints retention may remove, oldest first.
+def removable(root: Storage, keep_last: int | None, keep_every: int | None) -> list[str]:
+    """The checkpoints that retention may remove, newest first.
 
-    Kept are the newest `keep_last` and all whose step is a multiple of `keep_every`. With no
-    `keep_last` nothing is removed. Pure: callers pass only checkpoints that are good, so that a
-    broken one never counts towards what is kept.
+    Kept are the newest `keep_last` good ones (which pass `sizes`), and all whose step is a multiple
+    of `keep_every`. With no `keep_last` nothing is removed. Broken checkpoints neither count nor
+    are removed; nor are those in directories of other names than `step-…`.
     """
     if keep_last is None:
         return []
-    committed = sorted((e for e in entries if e.status == "committed"), key=lambda e: e.order)
-    old = committed[: max(0, len(committed) - keep_last)]
-    return [e for e in old if not (keep_every and e.step is not None and e.step % keep_every == 0)]
+    found = [file for file in _children(root) if file.is_directory]
+    steps = {step: file for file in found if (step := step_of(file.name)) is not None}
+    out: list[str] = []
+    kept = 0
+    for step in sorted(steps, reverse=True):
+        if kept < keep_last:
+            kept += _is_good(root, steps[step])
+        elif not (keep_every and step % keep_every == 0) and _is_good(root, steps[step]):
+            out.append(steps[step].name)
+    return out
+
+
+def _is_good(root: Storage, file: StoredFile) -> bool:
+    entry = _entry(root, file)
+    return entry is not None and problem_of(root, entry, "sizes") is None
 
 
 def remove_checkpoint(root: Storage, name: str, token: str) -> None:

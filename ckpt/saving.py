@@ -260,7 +260,7 @@ def _manifest(
 
 
 def producer() -> dict[str, str]:
-    """Versions of what writes a checkpoint."""
+    """What writes a checkpoint, and where."""
     try:
         own = metadata.version("hyperopt-ckpt")
     except metadata.PackageNotFoundError:
@@ -269,4 +269,5 @@ def producer() -> dict[str, str]:
         "hyperopt-ckpt": own,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
+        "host": platform.node(),
     }

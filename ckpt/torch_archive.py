@@ -21,6 +21,9 @@ from ckpt.storage import Storage
 _WINDOW = 4096
 """Bytes read at each end of a large archive: torch's headers and its directory fit in there."""
 
+# What zipfile raises for broken archives; RuntimeError is an archive that claims to be encrypted.
+_DAMAGE = (zipfile.BadZipFile, OSError, ValueError, RuntimeError, OverflowError, struct.error)
+
 _MAX_PICKLE = 16 * 2**20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -100,7 +103,7 @@ class TorchArchive:
             self._zip = zipfile.ZipFile(self._part)
             pickles = [n for n in self._zip.namelist() if n.endswith("/data.pkl")]
             self._prefix = pickles[0].removesuffix("data.pkl")
-        except (zipfile.BadZipFile, OSError, IndexError, ValueError) as error:
+        except (IndexError, *_DAMAGE) as error:
             raise CorruptError(f"{self._where}: not a torch.save archive: {error}") from error
 
     def pickle(self) -> bytes:
@@ -114,7 +117,7 @@ class TorchArchive:
             if info.file_size > _MAX_PICKLE or info.compress_type != zipfile.ZIP_STORED:
                 raise IncompatibleError(f"{self._where}: {name} is compressed or too large")
             return self._zip.read(info)
-        except (zipfile.BadZipFile, OSError, KeyError, EOFError, ValueError) as error:
+        except (KeyError, EOFError, *_DAMAGE) as error:
             raise CorruptError(f"{self._where}: {name} is damaged: {error}") from error
 
     def value(self) -> Any:

@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -29,6 +28,8 @@ CKPT, ROOT, SRC and DST are local paths or URLs (s3://, gs://, memory://)."""
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata
+
         sys.stdout.write(f"{PROGRAM} {metadata.version(PROGRAM)}\n")
         raise typer.Exit
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckpt.errors import UsageError
-from ckpt.manifest import Mesh, Topology
+
+if TYPE_CHECKING:
+    from ckpt.manifest import Mesh, Topology
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|PiB)?\s*", re.IGNORECASE)

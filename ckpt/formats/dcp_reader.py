@@ -7,7 +7,8 @@ raw bytes and the CRC-32 of each chunk are found in the archives' headers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -64,6 +65,8 @@ ALLOWED_GLOBALS = frozenset(
     }
 )
 """Every global that a `.metadata` may name: torch's metadata classes, sizes, dtypes, paths."""
+
+_FLAT_STATE = re.compile(r"(?:([^.]+)\.)?state\.(.+)\.([^.]+)")
 
 ObjectPath = tuple[str | int, ...]
 
@@ -229,30 +232,48 @@ def foreign_manifest(storage: Storage, foreign: ForeignMetadata) -> Manifest:
     for entry in foreign.entries:
         here = listed[entry.file].size if entry.file in listed else 0
         sizes[entry.file] = max(sizes.get(entry.file, here), entry.offset + entry.length)
+    parameters = _possible_parameters(foreign.tensors)
     return Manifest(
         created=created.isoformat(timespec="seconds"),
         producer={"torch.distributed.checkpoint": ""},
         topology=Topology(1, ()),
-        tensors={key: _tensor_entry(key, foreign) for key in foreign.tensors},
+        tensors={key: _tensor_entry(key, foreign, parameters) for key in foreign.tensors},
         files=tuple(FileEntry(name, size, "") for name, size in sorted(sizes.items())),
         indexes=(),
     )
 
 
-def _tensor_entry(key: str, foreign: ForeignMetadata) -> TensorEntry:
+def _tensor_entry(key: str, foreign: ForeignMetadata, parameters: Collection[str]) -> TensorEntry:
     tensor = foreign.tensors[key]
-    path = foreign.paths.get(key, ())
-    entry = TensorEntry(tensor.dtype, tensor.shape)
-    if len(path) != 4 or path[1] != "state" or not isinstance(path[2], str):
-        return entry
-    # Optimizer state in the nesting of get_optimizer_state_dict: (name, 'state', FQN, state key).
+    optimizer, parameter, state_key = _optimizer_state(key, foreign.paths.get(key, ()), parameters)
     return TensorEntry(
-        entry.dtype,
-        entry.shape,
-        optimizer=str(path[0]),
-        parameter=path[2],
-        state_key=str(path[3]),
+        tensor.dtype,
+        tensor.shape,
+        optimizer=optimizer,
+        parameter=parameter,
+        state_key=state_key,
     )
+
+
+def _possible_parameters(keys: Iterable[str]) -> set[str]:
+    """What may be a parameter's FQN: every key, with and without the name it was saved under."""
+    return {name for key in keys for name in (key, key.partition(".")[2]) if name}
+
+
+def _optimizer_state(
+    key: str, path: ObjectPath, parameters: Collection[str]
+) -> tuple[str, str, str] | tuple[None, None, None]:
+    """Optimizer, parameter and state key of a tensor, if it is optimizer state keyed by FQN.
+
+    It is known by its place in the state dict, (name, 'state', FQN, state key); or, where the
+    optimizer's own dict was flat, by its key, if that names one of the `parameters`.
+    """
+    if len(path) == 4 and path[1] == "state" and isinstance(path[2], str):
+        return str(path[0]), path[2], str(path[3])
+    match = _FLAT_STATE.fullmatch(key)
+    if match is not None and match[2] in parameters:
+        return match[1] or "optimizer", match[2], match[3]
+    return None, None, None
 
 
 def read_indexes(storage: Storage, foreign: ForeignMetadata) -> Iterator[Index]:

@@ -25,9 +25,9 @@ _COLUMNS = (
     Column("ranks", numeric=True),
     Column("loss 20", numeric=True),
     Column("loss 40", numeric=True),
-    Column("max difference", numeric=True),
-    Column("bit-identical"),
-    Column("state per rank", numeric=True),
+    Column("difference", numeric=True),
+    Column("identical"),
+    Column("state/rank", numeric=True),
     Column("read", numeric=True),
     Column("seconds", numeric=True),
 )

@@ -16,7 +16,7 @@ import torch
 from ckpt.checkpoint import open_checkpoint
 from ckpt.commit import PendingCheckpoint
 from ckpt.errors import CorruptError, LockedError, NotFoundError, UsageError
-from ckpt.manifest import FileEntry, Manifest, Topology, read_manifest
+from ckpt.manifest import FileEntry, Manifest, Topology, encode_manifest, read_manifest
 from ckpt.storage import Storage, open_storage
 from tests.ckpt.faults import Fault, FaultyStorage, dies_at, operations
 from tests.ckpt.samples import HASH, Piece, raw_bytes, sample_pieces, write_checkpoint
@@ -178,6 +178,20 @@ def test_a_repeated_put_whose_answer_was_lost_is_a_success() -> None:
     assert pending.commit(empty_manifest(host="a")) == written
 
 
+def test_a_store_that_ignores_the_condition_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The put of somebody else replaced ours before we looked."""
+    root = open_storage(f"memory://{uuid.uuid4().hex}")
+    pending = PendingCheckpoint.begin(root, NEW, "a")
+    put = pending.storage.create_exclusive
+
+    def replaced(name: str, data: bytes) -> None:
+        put(name, encode_manifest(empty_manifest(host="other")))
+
+    monkeypatch.setattr(pending.storage, "create_exclusive", replaced)
+    with pytest.raises(LockedError, match="host other"):
+        pending.commit(empty_manifest(host="a"))
+
+
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     root = open_storage(tmp_path)
     root.make_directory(NEW)
@@ -264,19 +278,25 @@ def _decisive(log: list[str]) -> int:
 
 def test_death_at_every_operation(tmp_path: Path) -> None:
     root = open_storage(tmp_path)
-    write_checkpoint(root, OLD, "t0")
+    value = torch.arange(6.0)
+    expected = {"w": raw_bytes(value)}
+
+    def save(root: Storage, name: str = NEW, token: str = "t1") -> None:
+        write_checkpoint(root, name, token, {"w": value}, [Piece("w", (0,), value)])
+
+    save(root, OLD, "t0")
     log = operations(root, save)
     reset(root)
     for number in range(len(log)):
         assert dies_at(root, save, number)
-        assert read_all(root, OLD) == expected()
+        assert read_all(root, OLD) == expected
         assert root.exists(NEW) == (number > _decisive(log))
         leftovers = [f.name for f in root.list() if f.name.startswith(".pending-")]
         assert len(leftovers) <= 1
         # The next attempt is not in the way of what the dead one left.
         if not root.exists(NEW):
-            write_checkpoint(root, NEW, f"again-{number}")
-        assert read_all(root, NEW) == expected()
+            save(root, NEW, f"again-{number}")
+        assert read_all(root, NEW) == expected
         reset(root)
     assert not dies_at(root, save, len(log))
 

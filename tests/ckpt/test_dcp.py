@@ -149,6 +149,25 @@ def test_foreign_optimizer_state_is_recognised(foreign: Path) -> None:
     assert (entry.optimizer, entry.parameter, entry.state_key) == ("optimizer", "w", "exp_avg")
 
 
+def test_flattened_optimizer_state_is_recognised(tmp_path: Path) -> None:
+    """Model keys without a prefix, and an optimizer that saves a flat dict."""
+    state = {
+        "layers.0.w": torch.ones(2),
+        "state.w": torch.ones(2),
+        "optimizer": {"state.layers.0.w.exp_avg": torch.ones(2), "state.other.x": torch.ones(1)},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "flat")
+    tensors = open_checkpoint(tmp_path / "flat").manifest.tensors
+    found = tensors["optimizer.state.layers.0.w.exp_avg"]
+    assert (found.optimizer, found.parameter, found.state_key) == (
+        "optimizer",
+        "layers.0.w",
+        "exp_avg",
+    )
+    others = set(tensors) - {"optimizer.state.layers.0.w.exp_avg"}
+    assert {tensors[key].optimizer for key in others} == {None}
+
+
 def test_foreign_objects_that_are_plain_data(foreign: Path) -> None:
     storage = open_storage(foreign)
     values = foreign_objects(storage, read_foreign(storage))

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, LockedError, NotFoundError, UsageError
 from ckpt.manager import CheckpointManager
 from ckpt.runs import checkpoint_name, latest, scan
 from ckpt.storage import Storage, open_storage
+from ckpt.storage_local import LocalStorage
 from tests.ckpt.faults import Fault, FaultyStorage
 from tests.distributed import run_ranks, run_world
 
@@ -227,6 +228,28 @@ def test_any_failing_write_fails_the_save_everywhere(tmp_path: Path, rank: int) 
     assert all(f"rank {rank}: " in m for m in written)
     assert any(f"rank {rank}: r0000{rank}-0.distcp: OSError" in m for m in written)
     assert any(f"index-0000{rank}.json" in m for m in written)
+
+
+class Overtaken(LocalStorage):
+    """Storage in which another writer is faster: it commits just before a directory is renamed."""
+
+    def __init__(self, root: Path, rival: CheckpointManager) -> None:
+        super().__init__(root)
+        self.rival = rival
+
+    def rename(self, source: str, destination: str) -> None:
+        self.rival.save(2, model=model_of(22))
+        super().rename(source, destination)
+
+
+def test_of_two_writers_of_one_step_one_commits_and_the_other_is_told(tmp_path: Path) -> None:
+    rival = CheckpointManager(tmp_path)
+    with pytest.raises(LockedError, match=r"was committed by another writer at .*host"):
+        CheckpointManager(Overtaken(tmp_path, rival)).save(2, model=model_of(2))
+    model = model_of(0)
+    assert rival.load(strict=True, model=model) == 2
+    assert value_of(model) == 22
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(2)]
 
 
 def save_and_die(root: str, rank: int, fatal: int) -> None:

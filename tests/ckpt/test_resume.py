@@ -124,6 +124,26 @@ def test_resuming_on_the_same_topology_is_exact(tmp_path: Path) -> None:
     assert_close(before, go_on(OPTIMIZERS, None, root))
 
 
+def load_untrained(makers: list[Maker], root: str) -> None:
+    """What is loaded into a fresh run from step 0 changes nothing: not its first update either."""
+    for make in makers:
+        expected, run = Run(make, (2, 2), seed=1), Run(make, (2, 2), seed=1)
+        with CheckpointManager(f"{root}/{make.__name__}-0") as manager:
+            manager.save(0, **expected.state())
+            before = run.weights()
+            manager.load(**run.state())
+        assert all(torch.equal(before[name], value) for name, value in run.weights().items())
+        assert run.optimizer.param_groups[0].get("step", 0) == 0
+        expected.train(1, first=0)
+        run.train(1, first=0)
+        after = expected.weights()
+        assert all(torch.equal(after[name], value) for name, value in run.weights().items())
+
+
+def test_loading_a_fresh_optimizer_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(load_untrained, 4, OPTIMIZERS, str(tmp_path), timeout=120)
+
+
 def assert_close(
     wanted: list[dict[str, torch.Tensor]], found: list[dict[str, torch.Tensor]]
 ) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.runs import (
-    RunEntry,
-    candidates,
     checkpoint_name,
+    entry_of,
     latest,
+    newest_first,
     problem_of,
     removable,
     remove_checkpoint,
@@ -108,19 +108,23 @@ def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
     assert "r00000-0.distcp" in problem
 
 
-def test_candidates_are_newest_first(tmp_path: Path) -> None:
+def test_newest_first(tmp_path: Path) -> None:
     write(tmp_path, 1, 3, 2)
+    save(tmp_path / "tuned", step=2, extra={})
+    save(tmp_path / "final", extra={})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".pending-step-00000009-x").mkdir()
     root = open_storage(tmp_path)
-    assert [e.step for e in candidates(root)] == [3, 2, 1]
-    assert [e.step for e in candidates(root, step=2)] == [2]
-    assert [e.step for e in candidates(root, before=3)] == [2, 1]
+    one, two, three = map(checkpoint_name, (1, 2, 3))
+    assert newest_first(root) == [three, "tuned", two, one, "final"]
+    assert newest_first(root, step=2) == ["tuned", two]
+    assert newest_first(root, before=3) == ["tuned", two, one]
+    assert entry_of(root, "tuned").step == 2
+    with pytest.raises(NotFoundError, match="notes: no checkpoint here"):
+        entry_of(root, "notes")
 
 
 # -------------------------------------------------------------------------------------- retention
-
-
-def entry(step: int, status: str = "committed") -> RunEntry:
-    return RunEntry(step, checkpoint_name(step), status, None, None, 0, 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -134,15 +138,21 @@ def entry(step: int, status: str = "committed") -> RunEntry:
         (9, None, [0, 5, 10, 15, 20]),
     ],
 )
-def test_retention(keep_last: int | None, keep_every: int | None, kept: list[int]) -> None:
-    entries = [entry(step) for step in (15, 0, 20, 5, 10)]
-    removed = {e.step for e in removable(entries, keep_last, keep_every)}
-    assert sorted({0, 5, 10, 15, 20} - removed) == kept  # type: ignore[operator]
+def test_retention(
+    tmp_path: Path, keep_last: int | None, keep_every: int | None, kept: list[int]
+) -> None:
+    write(tmp_path, 15, 0, 20, 5, 10)
+    removed = removable(open_storage(tmp_path), keep_last, keep_every)
+    assert sorted({0, 5, 10, 15, 20} - {step_of(name) for name in removed}) == kept
 
 
-def test_retention_neither_counts_nor_removes_the_broken() -> None:
-    entries = [entry(1), entry(2), entry(3, "broken"), entry(4, "pending")]
-    assert [e.step for e in removable(entries, 1, None)] == [1]
+def test_retention_neither_counts_nor_removes_the_broken(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 4, 5)
+    save(tmp_path / "final", extra={})
+    for step in (2, 5):
+        data_file(tmp_path, step).unlink()
+    (tmp_path / "step-00000006").mkdir()
+    assert removable(open_storage(tmp_path), 2, None) == [checkpoint_name(1)]
 
 
 def test_removal_and_sweeping(tmp_path: Path) -> None:

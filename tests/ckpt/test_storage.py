@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
+import fsspec.implementations.memory  # type: ignore[import-untyped]
 import pytest
 
 from ckpt import storage_local
@@ -337,6 +338,25 @@ class TestMemoryStorage(StorageContract):
         storage = FsspecStorage(filesystem, str(tmp_path), "file://x")
         with pytest.raises(UsageError, match="no conditional put is known"):
             storage.create_exclusive("lock", b"")
+
+    @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBUSY])
+    def test_however_a_store_words_it(self, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """S3-compatible stores answer a failed condition with errors of many kinds."""
+        filesystem = fsspec.implementations.memory.MemoryFileSystem(
+            global_store=False, skip_instance_cache=True
+        )
+        storage = FsspecStorage(filesystem, "/run", "s3://run")
+        put(storage, "taken")
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(code, "At least one of the pre-conditions you specified did not hold")
+
+        monkeypatch.setattr(filesystem, "pipe_file", refuse)
+        with pytest.raises(FileExistsError, match="s3://run/taken exists"):
+            storage.create_exclusive("taken", b"x")
+        with pytest.raises(OSError, match="pre-conditions") as caught:
+            storage.create_exclusive("free", b"x")
+        assert not isinstance(caught.value, FileExistsError)
 
     def test_no_link_between_stores(self, storage: Storage, tmp_path: Path) -> None:
         put(LocalStorage(tmp_path), "f")

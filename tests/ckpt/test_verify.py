@@ -324,6 +324,18 @@ def test_flips_in_foreign_pickles_and_objects_are_found(foreign: Path) -> None:
         flip(file, start + 3)
 
 
+def test_no_damage_of_foreign_files_is_more_than_a_problem(foreign: Path) -> None:
+    """Flips in zip headers, directories and padding: found or harmless, never another exception."""
+    file = foreign / "__0_0.distcp"
+    size = file.stat().st_size
+    found = 0
+    for position in range(0, size, 23):
+        flip(file, position, 1 << position % 8)
+        found += not verify(foreign, "full", workers=1).ok
+        flip(file, position, 1 << position % 8)
+    assert found > 0.5 * size / 23
+
+
 def test_foreign_truncation(foreign: Path) -> None:
     file = foreign / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])

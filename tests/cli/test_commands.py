@@ -77,7 +77,7 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["size"] == sum(
         file.stat().st_size
         for file in (run / "step-00000010").rglob("*")
-        if file.is_file() and file.name not in ("manifest.json", ".metadata")
+        if file.is_file() and file.name != "manifest.json"
     )
 
 

@@ -105,7 +105,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    heavy = ("torch", "numpy", "fsspec", "rich", "multiprocessing")
+    heavy = ("torch", "numpy", "fsspec", "msgspec", "rich", "multiprocessing")
     done = python(
         f"import sys; from cli.main import main; assert main({arguments!r}) == 0\n"
         f"print([m for m in {heavy!r} if m in sys.modules], file=sys.stderr)"
