@@ -271,6 +271,8 @@ class QKClip:
         check_number("threshold", self.threshold)
         if self.threshold == 0:
             raise ValueError("threshold must be over 0: no logit is smaller")
+        if not (self.fused or self.queries or self.keys):
+            raise ValueError("QKClip needs the names of projections: fused, or queries and keys")
 
     def __call__(self, parameter: Tensor, local: Tensor, context: PostUpdateContext) -> None:
         """Scale the rows that this rank holds, in place.

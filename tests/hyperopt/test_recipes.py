@@ -330,6 +330,7 @@ def test_recipes_are_values() -> None:
         (lambda: SplitHeads({"a"}, 2, dim=2), "dim must be 0"),  # type: ignore[arg-type]
         (lambda: clip(keys="layer"), "collection of names"),
         (lambda: QKClip(GROUPED, [1.0]), "max_logits must be a mapping"),  # type: ignore[arg-type]
+        (lambda: QKClip(GROUPED, {}), "needs the names of projections"),
         (lambda: QKClip(GROUPED, {}, threshold=0.0), "threshold must be over 0"),
         (lambda: QKClip(GROUPED, {}, threshold=float("inf")), "threshold must be finite"),
     ],
