@@ -5,6 +5,8 @@ The arithmetic is pure and lives in `hyperopt.ownership`; this module reads it o
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -48,16 +50,21 @@ class Layout:
 
     def shard_boxes(self, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], ...]:
         """The boxes of a tensor of this shape that each shard holds, in shard order."""
-        if self.mesh is None:
-            whole = Box.whole(shape)
-            return ((whole,) if whole.elements else (),)
-        sizes = self.mesh.sizes
-        replicated = replicate_dims(sizes, self.placements)
-        return tuple(
-            local_boxes(shape, sizes, self.placements, at)
-            for at in self.mesh.coordinates()
-            if all(at[dim] == 0 for dim in replicated)
-        )
+        sizes = self.mesh.sizes if self.mesh is not None else ()
+        return _shard_boxes(shape, sizes, self.placements)
+
+
+@functools.lru_cache(maxsize=128)
+def _shard_boxes(
+    shape: tuple[int, ...], mesh_sizes: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[tuple[Box, ...], ...]:
+    """Cached: a model has thousands of parameters and every step asks again, but there are few
+    shapes, and on a large mesh their boxes take a while."""
+    replicated = replicate_dims(mesh_sizes, placements)
+    first_replica = (range(1 if d in replicated else n) for d, n in enumerate(mesh_sizes))
+    return tuple(
+        local_boxes(shape, mesh_sizes, placements, at) for at in itertools.product(*first_replica)
+    )
 
 
 def layout_of(parameter: torch.Tensor, replicate_group: dist.ProcessGroup | None) -> Layout:
@@ -87,6 +94,20 @@ def _placement(placement: object) -> Placement:
     if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
         return Placement(int(placement.dim), int(split_factor))  # type: ignore[attr-defined]
     raise ValueError(f"unknown placement {placement!r}; known: Replicate, Shard and strided Shard")
+
+
+def boxes_of_rank(parameter: torch.Tensor) -> tuple[Box, ...]:
+    """The boxes of a parameter that this rank holds, in local row-major order; a plain tensor is
+    held whole. None where the rank's part is empty or outside the mesh."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        whole = Box.whole(shape)
+        return (whole,) if whole.elements else ()
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    placements = tuple(_placement(p) for p in parameter.placements)
+    return local_boxes(shape, tuple(parameter.device_mesh.shape), placements, coordinate)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -184,9 +184,10 @@ def local_boxes(
     for size, placement, at in zip(mesh_sizes, placements, coordinate, strict=True):
         if placement.dim is None:
             continue
-        parts = _chunk([intervals[placement.dim]], placement.split_factor)
+        factor, pieces = placement.split_factor, intervals[placement.dim]
+        parts = (_chunk(pieces, factor, i) for i in range(factor))
         intervals[placement.dim] = _merge(
-            [piece for part in parts for piece in _chunk([part], size)[at]]
+            [piece for part in parts for piece in _chunk(part, size, at)]
         )
     boxes = (
         Box(tuple(a for a, _ in combo), tuple(b - a for a, b in combo))
@@ -195,12 +196,10 @@ def local_boxes(
     return tuple(box for box in boxes if box.elements > 0)
 
 
-def _chunk(lists: list[list[Interval]], parts: int) -> list[list[Interval]]:
-    """Cut the concatenation of intervals into `parts`, as `torch.chunk` cuts a dim."""
-    pieces = [piece for part in lists for piece in part]
-    total = sum(b - a for a, b in pieces)
-    step = -(-total // parts)
-    return [_slice(pieces, i * step, (i + 1) * step) for i in range(parts)]
+def _chunk(pieces: list[Interval], parts: int, index: int) -> list[Interval]:
+    """Part `index` of the concatenation of intervals, as `torch.chunk` cuts a dim."""
+    step = -(-sum(b - a for a, b in pieces) // parts)
+    return _slice(pieces, index * step, (index + 1) * step)
 
 
 def _slice(pieces: list[Interval], start: int, stop: int) -> list[Interval]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -147,7 +147,24 @@ class StepPlan:
 
     def digest(self) -> bytes:
         """32 bytes that differ when any part of the plan does."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=32).digest()
+        return hashlib.blake2b(repr(self._compact()).encode(), digest_size=32).digest()
+
+    def _compact(self) -> tuple[object, ...]:
+        """The plan with each slot, and each row of elements per shard, written once. On thousands
+        of shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
+        rows: dict[tuple[int, ...], int] = {}
+        slots: dict[tuple[Slot, int], int] = {}
+
+        def number(slot: Slot) -> int:
+            row = rows.setdefault(slot.elements, len(rows))
+            return slots.setdefault((replace(slot, elements=()), row), len(slots))
+
+        order = [number(slot) for slot in self.slots]
+        units = [
+            (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
+            for unit in self.units
+        ]
+        return replace(self, slots=(), units=()), list(rows), list(slots), order, units
 
     def ownership(self, member: str = "") -> Ownership:
         """The owner map, for people, checkpoints and resharding."""
@@ -180,13 +197,12 @@ def build_plan(
     and back unless each shard holds whole ones already.
     """
     owners = _assign_replicas(parameters, layouts)
-    boxes = [layouts[p.layout].layout.shard_boxes(p.shape) for p in parameters]
-    elements = [tuple(sum(box.elements for box in part) for part in parts) for parts in boxes]
-    gathered = [
-        whole_matrices and layouts[p.layout].shards > 1 and not holds_whole_matrices(p.shape, b)
-        for p, b in zip(parameters, boxes, strict=True)
-    ]
+    kinds = dict.fromkeys((p.layout, p.shape) for p in parameters)
+    spreads = {(i, shape): _spread(layouts[i], shape) for i, shape in kinds}
+    spread = [spreads[p.layout, p.shape] for p in parameters]
+    gathered = [whole_matrices and not whole for _, whole in spread]
     computes = _assign_shards(parameters, layouts, owners, gathered)
+    elements = [row for row, _ in spread]
     slots = tuple(map(Slot, range(len(parameters)), owners, computes, elements))
     units = tuple(
         unit
@@ -199,6 +215,13 @@ def build_plan(
         )
     )
     return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather)
+
+
+def _spread(layout: LayoutPlan, shape: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """Elements per shard of a tensor, and whether every shard holds whole matrices."""
+    boxes = layout.layout.shard_boxes(shape)
+    elements = tuple(sum(box.elements for box in part) for part in boxes)
+    return elements, layout.shards == 1 or holds_whole_matrices(shape, boxes)
 
 
 def _unit_key(spec: ParameterSpec) -> tuple[int, str, str]:
@@ -250,7 +273,8 @@ def _units(
     """
 
     def wire_bytes(slot: Slot) -> int:
-        return sum(slot.elements) * parameters[slot.parameter].wire_itemsize
+        spec = parameters[slot.parameter]
+        return math.prod(spec.shape) * spec.wire_itemsize
 
     workers: dict[tuple[int, int | None], list[Slot]] = {}
     for slot in sorted(slots, key=lambda s: -wire_bytes(s)):
@@ -283,16 +307,11 @@ def _round(
     cuts: dict[tuple[int, int | None], list[tuple[Slot, ...]]], index: int, owners: int
 ) -> tuple[tuple[Slot, ...], ...]:
     """The slots of one round per owner: gathered ones by compute shard, then the rest."""
-    order = sorted(cuts, key=lambda worker: (worker[1] is None, worker[1] or 0))
-    return tuple(
-        tuple(
-            slot
-            for worker in order
-            if worker[0] == owner and index < len(cuts[worker])
-            for slot in cuts[worker][index]
-        )
-        for owner in range(owners)
-    )
+    owned: list[list[Slot]] = [[] for _ in range(owners)]
+    for worker in sorted(cuts, key=lambda worker: (worker[1] is None, worker[1] or 0)):
+        if index < len(cuts[worker]):
+            owned[worker[0]] += cuts[worker][index]
+    return tuple(map(tuple, owned))
 
 
 def resolve_replica_count(

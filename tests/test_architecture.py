@@ -34,7 +34,7 @@ LAYERS = {
         ("state_dicts",),
         ("assembly",),
         ("distributed",),
-        ("muon", "adamw", "chained"),
+        ("muon", "adamw", "chained", "recipes"),
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),

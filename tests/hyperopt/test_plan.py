@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +105,46 @@ def test_digest_tells_plans_apart() -> None:
     assert (
         base != build_plan(parameters, [hsdp(2, 2, 1)], PlanConfig(), whole_matrices=True).digest()
     )
+
+
+def test_digest_covers_every_part_of_a_plan() -> None:
+    """Changing any one field of the plan, of a slot or of a unit, changes the digest."""
+    parameters = [spec("a", (8, 8)), spec("b", (8, 8))]
+    plan = build_plan(parameters, [hsdp(2, 2)], PlanConfig(), whole_matrices=True)
+    slot, unit = plan.slots[0], plan.units[0]
+    slots = [
+        replace(slot, parameter=1),
+        replace(slot, owner=1 - slot.owner),
+        replace(slot, compute=None),
+        replace(slot, elements=(31, 33)),
+    ]
+    units = [
+        replace(unit, layout=1),
+        replace(unit, wire="float32"),
+        replace(unit, dtype="bfloat16"),
+        replace(unit, owned=unit.owned[::-1]),
+        replace(unit, owned=((slots[3],), unit.owned[1])),
+    ]
+    assert {f.name for f in fields(slot)} == {"parameter", "owner", "compute", "elements"}
+    assert {f.name for f in fields(unit)} == {"layout", "wire", "dtype", "owned"}
+    plans = [
+        plan,
+        replace(plan, gather="all_gather"),
+        replace(plan, parameters=plan.parameters[:1]),
+    ]
+    plans += [replace(plan, layouts=(hsdp(2, 2, 1),)), replace(plan, units=())]
+    plans += [replace(plan, slots=(changed, plan.slots[1])) for changed in slots]
+    plans += [replace(plan, units=(changed,)) for changed in units]
+    assert len({p.digest() for p in plans}) == len(plans)
+    assert {f.name for f in fields(plan)} == {"parameters", "layouts", "slots", "units", "gather"}
+
+
+def test_thousands_of_shards_share_what_a_shape_means() -> None:
+    """Parameters of one shape hold one row of elements, so that a plan stays small."""
+    parameters = [spec(f"p{i}", (8192, 16)) for i in range(50)]
+    plan = build_plan(parameters, [hsdp(1, 4096)], PlanConfig(), whole_matrices=True)
+    assert len({id(slot.elements) for slot in plan.slots}) == 1
+    assert plan.slots[0].elements == (32,) * 4096
 
 
 RANKS = [[0, 1], [2, 3], [4, 5], [6, 7]]
