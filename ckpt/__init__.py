@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt.manager import CheckpointManager
     from ckpt.reshard import execute_reshard, plan_reshard
     from ckpt.saving import save
+    from ckpt.verify import verify_checkpoint
 
 __all__ = [
     "CheckpointError",
@@ -42,6 +43,7 @@ __all__ = [
     "open_checkpoint",
     "plan_reshard",
     "save",
+    "verify_checkpoint",
 ]
 
 _MODULES = {
@@ -60,6 +62,7 @@ _MODULES = {
     "open_checkpoint": "ckpt.checkpoint",
     "plan_reshard": "ckpt.reshard",
     "save": "ckpt.saving",
+    "verify_checkpoint": "ckpt.verify",
 }
 
 

@@ -16,7 +16,7 @@ from ckpt.checkpoint import open_checkpoint
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
 from ckpt.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ckpt.storage import Storage, StoredFile
-from ckpt.verify import verify
+from ckpt.verify import verify_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def problem_of(root: Storage, entry: RunEntry, level: Level) -> str | None:
     problem = _wrong_size(storage, entry.manifest)
     if problem is not None or level == "sizes":
         return problem
-    report = verify(open_checkpoint(storage), "full")
+    report = verify_checkpoint(open_checkpoint(storage), "full")
     return report.problems[0].message if report.problems else None
 
 

@@ -39,7 +39,7 @@ from ckpt.storage import Storage, open_storage
 from ckpt.torch_archive import TorchArchive
 from ckpt.verify_data import Problem, Progress, check_chunk, check_file
 
-__all__ = ["Level", "Problem", "VerifyReport", "planned_bytes", "verify"]
+__all__ = ["Level", "Problem", "VerifyReport", "planned_bytes", "verify_checkpoint"]
 
 Level = Literal["metadata", "sample", "full"]
 
@@ -77,7 +77,7 @@ class _Work:
         return sum(f.size for f, _ in self.files) + sum(c.byte_length for c in self.chunks)
 
 
-def verify(
+def verify_checkpoint(
     source: Checkpoint | Storage | str | os.PathLike[str],
     level: Level = "metadata",
     sample: float = 0.05,

@@ -44,7 +44,7 @@ def verify(
     Exit code 12 if it is corrupt; each problem names the file, the byte offset and the tensor.
     """
     from ckpt.checkpoint import open_checkpoint
-    from ckpt.verify import verify as verify_checkpoint
+    from ckpt.verify import verify_checkpoint
 
     share = parse_share(sample, "--sample")
     opened = open_checkpoint(checkpoint)

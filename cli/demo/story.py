@@ -13,7 +13,7 @@ from ckpt.runs import latest
 from ckpt.storage import open_storage
 from ckpt.summary import summarize_owners
 from ckpt.topology import parse_mesh
-from ckpt.verify import verify
+from ckpt.verify import verify_checkpoint
 from cli.demo.job import Job, StepDone
 from cli.demo.launch import Outcome, launch
 from cli.demo.results import Run, Schedule
@@ -86,7 +86,7 @@ class Teller:
             raise NotFoundError(f"{root}: the killed run left no checkpoint; that is a fault here")
         path = root / entry.name
         checkpoint = open_checkpoint(path)
-        report = verify(checkpoint, "full")
+        report = verify_checkpoint(checkpoint, "full")
         if report.problems:
             raise CorruptError(f"{path}: {report.problems[0].message}")
         manifest = checkpoint.manifest

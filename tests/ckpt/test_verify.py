@@ -16,7 +16,7 @@ from ckpt.commit import PendingCheckpoint
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.manifest import ChunkEntry
 from ckpt.storage import Storage, open_storage
-from ckpt.verify import Level, VerifyReport, planned_bytes, verify
+from ckpt.verify import Level, VerifyReport, planned_bytes, verify_checkpoint
 from tests.ckpt.samples import (
     Piece,
     sample_pieces,
@@ -50,7 +50,7 @@ def chunk_at(checkpoint: Checkpoint, file: str, position: int) -> tuple[ChunkEnt
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_intact_checkpoint_has_no_problems(path: Path, level: Level) -> None:
-    report = verify(path, level, sample=1.0)
+    report = verify_checkpoint(path, level, sample=1.0)
     assert report.ok
     assert (report.problems, report.notes, report.level) == ((), (), level)
     assert report.files == len(list(path.iterdir()))
@@ -60,7 +60,7 @@ def test_an_intact_checkpoint_has_no_problems(path: Path, level: Level) -> None:
 def test_on_object_stores() -> None:
     root = open_storage(f"memory://{uuid.uuid4().hex}")
     write_checkpoint(root)
-    assert verify(root.child(NAME), "full").ok
+    assert verify_checkpoint(root.child(NAME), "full").ok
 
 
 def flip(path: Path, position: int, bit: int = 4) -> None:
@@ -80,7 +80,7 @@ def test_every_flip_in_data_files_is_found_with_byte_and_tensor(path: Path, name
     checkpoint, size = open_checkpoint(path), (path / name).stat().st_size
     for position in positions(size):
         flip(path / name, position)
-        (problem,) = verify(path, "full", workers=1).problems
+        (problem,) = verify_checkpoint(path, "full", workers=1).problems
         chunk, is_data = chunk_at(checkpoint, name, position)
         assert problem.file == name
         if chunk is None:
@@ -90,7 +90,7 @@ def test_every_flip_in_data_files_is_found_with_byte_and_tensor(path: Path, name
             assert problem.byte_offset == (chunk.byte_offset if is_data else position)
         assert name in str(problem)
         flip(path / name, position)
-    assert verify(path, "full").ok
+    assert verify_checkpoint(path, "full").ok
 
 
 @pytest.mark.parametrize("name", ["index-00000.json", "index-00002.json", "manifest.json"])
@@ -99,7 +99,7 @@ def test_every_flip_in_manifest_and_indexes_is_found(path: Path, name: str, leve
     size = (path / name).stat().st_size
     for position in range(0, size, 5 if level == "metadata" else 101):
         flip(path / name, position)
-        report = verify(path, level, workers=1)
+        report = verify_checkpoint(path, level, workers=1)
         assert [problem.file for problem in report.problems][:1] == [name]
         flip(path / name, position)
 
@@ -109,7 +109,7 @@ def test_every_flip_in_torch_metadata_is_found(path: Path, level: Level) -> None
     size = (path / ".metadata").stat().st_size
     for position in range(0, size, 37):
         flip(path / ".metadata", position)
-        (problem,) = verify(path, level, workers=1).problems
+        (problem,) = verify_checkpoint(path, level, workers=1).problems
         assert problem.file == ".metadata"
         flip(path / ".metadata", position)
 
@@ -120,23 +120,23 @@ def test_truncated_and_grown_files(path: Path, level: Level) -> None:
         data = file.read_bytes()
         for cut in (1, 30, len(data) // 2, len(data)):
             file.write_bytes(data[: len(data) - cut])
-            problem = verify(path, level, workers=1).problems[0]
+            problem = verify_checkpoint(path, level, workers=1).problems[0]
             assert problem.file == file.name
             if file.suffix == ".distcp":
                 assert problem.byte_offset == len(data) - cut
                 assert problem.tensor is not None
                 assert "truncated" in problem.message
         file.write_bytes(data + b"\0")
-        assert verify(path, level, workers=1).problems[0].file == file.name
+        assert verify_checkpoint(path, level, workers=1).problems[0].file == file.name
         file.write_bytes(data)
-    assert verify(path, level).ok
+    assert verify_checkpoint(path, level).ok
 
 
 def test_what_a_truncated_file_still_holds_is_checked(path: Path) -> None:
     file = path / "r00000-0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     flip(file, open_checkpoint(path).chunks("model.weight")[0].byte_offset)
-    report = verify(path, "full")
+    report = verify_checkpoint(path, "full")
     assert ["truncated" in p.message for p in report.problems] == [True, False]
     assert report.problems[1].tensor == "model.weight"
 
@@ -148,7 +148,7 @@ def test_missing_files(path: Path, level: Level) -> None:
             continue
         data = file.read_bytes()
         file.unlink()
-        (problem, *others) = verify(path, level, workers=1).problems
+        (problem, *others) = verify_checkpoint(path, level, workers=1).problems
         assert problem.file == file.name
         assert others == []
         if file.suffix == ".distcp":
@@ -159,17 +159,17 @@ def test_missing_files(path: Path, level: Level) -> None:
 def test_without_a_manifest_it_is_a_foreign_checkpoint(path: Path) -> None:
     """Without `.metadata` as well, there is no checkpoint."""
     (path / "manifest.json").unlink()
-    assert verify(path, "full").ok
+    assert verify_checkpoint(path, "full").ok
     (path / ".metadata").unlink()
     with pytest.raises(NotFoundError):
-        verify(path)
+        verify_checkpoint(path)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_unknown_files_are_notes(path: Path, level: Level) -> None:
     (path / "extra").mkdir()
     (path / "extra" / "stray.txt").write_text("hello")
-    report = verify(path, level)
+    report = verify_checkpoint(path, level)
     assert report.ok
     assert [note.file for note in report.notes] == ["extra/stray.txt"]
 
@@ -184,10 +184,10 @@ def test_swapped_files_are_recognised(tmp_path: Path) -> None:
     assert len(one) == len(two)
     first.write_bytes(two)
     second.write_bytes(one)
-    problems = verify(tmp_path / NAME, "full").problems
+    problems = verify_checkpoint(tmp_path / NAME, "full").problems
     assert [(p.file, p.tensor) for p in problems] == [(first.name, "a"), (second.name, "b")]
     assert "holds the bytes of 'r00001-0.distcp'" in problems[0].message
-    assert not verify(tmp_path / NAME, "sample", sample=1.0).ok
+    assert not verify_checkpoint(tmp_path / NAME, "sample", sample=1.0).ok
 
 
 def test_an_index_that_leaves_a_gap_is_found(path: Path, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_an_index_that_leaves_a_gap_is_found(path: Path, tmp_path: Path) -> None
         base, tensors=entries, files=tuple(files), indexes=tuple(index_files)
     )
     pending.commit(manifest)
-    (problem,) = verify(tmp_path / "gap").problems
+    (problem,) = verify_checkpoint(tmp_path / "gap").problems
     assert "model.weight" in problem.message
     assert "no chunk covers" in problem.message
 
@@ -225,7 +225,9 @@ def test_over_many_seeds_every_chunk_is_sampled(path: Path) -> None:
             if chunk.byte_length == 0:
                 continue
             flip(path / chunk.file, chunk.byte_offset)
-            reports = [verify(path, "sample", 0.3, seed=seed, workers=1) for seed in range(40)]
+            reports = [
+                verify_checkpoint(path, "sample", 0.3, seed=seed, workers=1) for seed in range(40)
+            ]
             found = [r.problems[0].tensor for r in reports if not r.ok]
             assert 0 < len(found) < 40
             assert set(found) == {key}
@@ -235,7 +237,7 @@ def test_over_many_seeds_every_chunk_is_sampled(path: Path) -> None:
 def test_progress_adds_up(path: Path) -> None:
     for level in LEVELS:
         done: list[int] = []
-        report = verify(path, level, progress=done.append, workers=3)
+        report = verify_checkpoint(path, level, progress=done.append, workers=3)
         assert sum(done) == report.bytes_read == planned_bytes(open_checkpoint(path), level)
 
 
@@ -246,15 +248,15 @@ def test_progress_is_called_by_one_thread_at_a_time(path: Path) -> None:
         assert inside.acquire(blocking=False)
         inside.release()
 
-    assert verify(path, "full", progress=progress, workers=4).ok
+    assert verify_checkpoint(path, "full", progress=progress, workers=4).ok
 
 
 @pytest.mark.parametrize("sample", [0.0, -1.0, 1.5])
 def test_bad_arguments(path: Path, sample: float) -> None:
     with pytest.raises(UsageError, match="share"):
-        verify(path, "sample", sample)
+        verify_checkpoint(path, "sample", sample)
     with pytest.raises(UsageError, match="none of metadata, sample, full"):
-        verify(path, "thorough")  # type: ignore[arg-type]
+        verify_checkpoint(path, "thorough")  # type: ignore[arg-type]
 
 
 class FailingReads:
@@ -274,7 +276,7 @@ class FailingReads:
 
 def test_an_unreadable_file_is_a_problem_not_a_crash(path: Path) -> None:
     storage = FailingReads(open_storage(path), "r00001-0.distcp")
-    report = verify(storage, "full")  # type: ignore[arg-type]
+    report = verify_checkpoint(storage, "full")  # type: ignore[arg-type]
     (problem,) = report.problems
     assert problem.file == "r00001-0.distcp"
     assert "Input/output error" in problem.message
@@ -293,7 +295,7 @@ def foreign(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_intact_foreign_checkpoints(foreign: Path, level: Level) -> None:
-    report = verify(foreign, level, sample=1.0)
+    report = verify_checkpoint(foreign, level, sample=1.0)
     assert (report.problems, report.notes) == ((), ())
 
 
@@ -304,7 +306,7 @@ def test_flips_in_foreign_data_are_found_by_crc(foreign: Path) -> None:
         for position in range(0, chunk.byte_length, 97):
             flip(foreign / chunk.file, chunk.byte_offset + position)
             for level in ("sample", "full"):
-                (problem,) = verify(foreign, level, 1.0, workers=1).problems
+                (problem,) = verify_checkpoint(foreign, level, 1.0, workers=1).problems
                 assert (problem.file, problem.tensor) == (chunk.file, key)
                 assert problem.byte_offset == chunk.byte_offset
                 assert "CRC-32" in problem.message
@@ -316,7 +318,7 @@ def test_flips_in_foreign_pickles_and_objects_are_found(foreign: Path) -> None:
     data = file.read_bytes()
     for start in [i for i in range(len(data)) if data.startswith(b"\x80\x02", i)]:
         flip(file, start + 3)
-        report: VerifyReport = verify(foreign)
+        report: VerifyReport = verify_checkpoint(foreign)
         (problem,) = report.problems
         assert problem.file == file.name
         assert problem.tensor in {"model.w", "model.b", "epoch"}
@@ -331,7 +333,7 @@ def test_no_damage_of_foreign_files_is_more_than_a_problem(foreign: Path) -> Non
     found = 0
     for position in range(0, size, 23):
         flip(file, position, 1 << position % 8)
-        found += not verify(foreign, "full", workers=1).ok
+        found += not verify_checkpoint(foreign, "full", workers=1).ok
         flip(file, position, 1 << position % 8)
     assert found > 0.5 * size / 23
 
@@ -339,8 +341,8 @@ def test_no_damage_of_foreign_files_is_more_than_a_problem(foreign: Path) -> Non
 def test_foreign_truncation(foreign: Path) -> None:
     file = foreign / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    problems = verify(foreign).problems
+    problems = verify_checkpoint(foreign).problems
     assert problems
     assert all(problem.file == file.name for problem in problems)
     file.unlink()
-    assert not verify(foreign).ok
+    assert not verify_checkpoint(foreign).ok
