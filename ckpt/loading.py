@@ -16,6 +16,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+import xxhash
 
 from ckpt.app_state import open_parts
 from ckpt.checkpoint import Checkpoint, open_checkpoint
@@ -28,7 +29,7 @@ from ckpt.coordinator import (
     together,
 )
 from ckpt.errors import CorruptError, IncompatibleError, NotFoundError, TryAgainError
-from ckpt.manifest import Manifest
+from ckpt.manifest import FileEntry, Manifest
 from ckpt.reading import read_targets
 from ckpt.state.groups import state_key
 from ckpt.state.part import Fit, Redistribute, Saved, private_file
@@ -124,10 +125,12 @@ def _same_everywhere(manifest: Manifest, coordinator: Coordinator) -> None:
 
 def read_private(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """What was saved for one rank alone."""
-    name = _private_name(checkpoint.manifest, rank)
-    if name is None:
+    file = _private_entry(checkpoint.manifest, rank)
+    if file is None:
         raise NotFoundError(f"{checkpoint.storage.url}: nothing was saved for rank {rank} alone")
-    data = checkpoint.storage.read(name)
+    name, data = file.name, checkpoint.storage.read(file.name)
+    if xxhash.xxh3_128_hexdigest(data) != file.xxh3_128:
+        raise CorruptError(f"{name}: its bytes are not those that were written")
     try:
         content = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as error:
@@ -137,11 +140,11 @@ def read_private(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     return content
 
 
-def _private_name(manifest: Manifest, rank: int) -> str | None:
+def _private_entry(manifest: Manifest, rank: int) -> FileEntry | None:
     """A rank's private file; on object stores it lies under the token of its save."""
     name = private_file(rank)
-    names = (file.name for file in manifest.files)
-    return next((n for n in names if n == name or n.endswith(f"/{name}")), None)
+    found = (f for f in manifest.files if f.name == name or f.name.endswith(f"/{name}"))
+    return next(found, None)
 
 
 def _apply(fits: Sequence[Fit], saved: Saved, rng: bool) -> None:
@@ -150,7 +153,7 @@ def _apply(fits: Sequence[Fit], saved: Saved, rng: bool) -> None:
     if not rng:
         return
     then = saved.manifest.topology.world_size
-    if then == saved.world_size and _private_name(saved.manifest, saved.rank):
+    if then == saved.world_size and _private_entry(saved.manifest, saved.rank):
         restore_rng(saved.private(saved.rank)["rng"])
     elif saved.rank == LEADER:
         log.info("random number generators stay as they are: %d ranks saved theirs", then)

@@ -71,7 +71,7 @@ class Assembly:
 
     def placements(self) -> dict[str, ParameterPlacement]:
         """Placement and owner per parameter name."""
-        slots = self.plan.ownership().slots
+        slots = self.plan.owned_slots()
         return {
             spec.fqn: ParameterPlacement(
                 spec.shape,

@@ -516,7 +516,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def ownership(self) -> list[Ownership]:
         """The owner map, with its imbalance."""
-        return [self._ready().plan.ownership()]
+        return self._ready().plan.ownership()
 
 
 def _world_size() -> int:

@@ -166,21 +166,34 @@ class StepPlan:
         ]
         return replace(self, slots=(), units=()), list(rows), list(slots), order, units
 
-    def ownership(self, member: str = "") -> Ownership:
-        """The owner map, for people, checkpoints and resharding."""
-        slots = tuple(
+    def owned_slots(self) -> tuple[OwnedSlot, ...]:
+        """Owner and cost of every parameter, in their order."""
+        return tuple(
             OwnedSlot(spec.fqn, slot.owner, spec.cost)
             for spec, slot in zip(self.parameters, self.slots, strict=True)
         )
-        return Ownership(member, max((x.replica_count for x in self.layouts), default=1), slots)
+
+    def ownership(self) -> list[Ownership]:
+        """The owner maps, for people, checkpoints and resharding: one per replica count, because
+        owner numbers mean different replicas where counts differ."""
+        slots = self.owned_slots()
+        counts = [self.layouts[spec.layout].replica_count for spec in self.parameters]
+        return [
+            Ownership("", count, tuple(s for s, c in zip(slots, counts, strict=True) if c == count))
+            for count in sorted(set(counts))
+        ]
 
     def summary(self) -> str:
         """One line for the log."""
-        owners = self.ownership()
         shards = max((x.shards for x in self.layouts), default=1)
+        shared = ", ".join(
+            f"{len(owners.slots)} by {owners.replica_count} replicas (imbalance "
+            f"{owners.imbalance:.3f})"
+            for owners in self.ownership()
+        )
         return (
-            f"{len(self.parameters)} parameters in {len(self.units)} units; state shared by "
-            f"{owners.replica_count} replicas of {shards} shards; imbalance {owners.imbalance:.3f}"
+            f"{len(self.parameters)} parameters on up to {shards} shards, in {len(self.units)} "
+            f"units; state shared: {shared}"
         )
 
 

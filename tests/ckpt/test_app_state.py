@@ -433,3 +433,15 @@ def test_require_finite_refuses_and_writes_nothing(tmp_path: Path, bad: float) -
         save(tmp_path / "c", model=model, require_finite=True)
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "c", model=model)
+
+
+def test_a_flipped_bit_in_a_private_file_is_found(tmp_path: Path) -> None:
+    """Random states look alike whether they are right or not, so the checksum must tell."""
+    path = tmp_path / "step"
+    save(path, extra={"n": 1})
+    (file,) = (path / "extra").iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"rank-00000\.pt"):
+        load(path, extra={"n": 0})

@@ -47,7 +47,8 @@ def compute_loads(plan: StepPlan, layout: LayoutPlan) -> tuple[float, ...]:
 def test_a_billion_parameters_balance_over_replicas_and_shards() -> None:
     layout = hsdp(4, 8)
     plan = build_plan(decoder_1b(), [layout], PlanConfig(), whole_matrices=True)
-    assert plan.ownership().imbalance <= 1.05
+    (owners,) = plan.ownership()
+    assert owners.imbalance <= 1.05
     per_rank = compute_loads(plan, layout)
     # 72 matrices on 32 ranks: no assignment of whole matrices is closer to the mean than the best
     # bound, which is the largest of the mean and what the two largest jobs of a rank must give.
@@ -95,6 +96,15 @@ def test_units_are_bounded_and_large_slots_come_first() -> None:
     assert len(plan.units) > 1
     assert all(sum(unit) <= 2 * cap + max(map(max, sizes)) * 4 for unit in sizes)
     assert max(sizes[0]) >= max(sizes[-1])
+
+
+def test_owner_maps_are_per_replica_count() -> None:
+    layouts = [hsdp(4, 2), hsdp(2, 4)]
+    parameters = [replace(spec(f"p{i}", (8, 8)), layout=i % 2) for i in range(8)]
+    maps = build_plan(parameters, layouts, PlanConfig(), whole_matrices=True).ownership()
+    assert [owners.replica_count for owners in maps] == [2, 4]
+    assert [owners.imbalance for owners in maps] == [1.0, 1.0]
+    assert sorted(s.fqn for owners in maps for s in owners.slots) == [f"p{i}" for i in range(8)]
 
 
 def test_digest_tells_plans_apart() -> None:
