@@ -10,7 +10,6 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt.capture import PlanCache, capture_state
 from ckpt.checkpoint import open_checkpoint
 from ckpt.coordinator import (
     LEADER,
@@ -38,6 +37,7 @@ from ckpt.runs import (
     sweep,
 )
 from ckpt.saving import Destination, SaveReport, write_state
+from ckpt.state.capture import PlanCache, capture_state
 from ckpt.state.part import Redistribute
 from ckpt.storage import Storage, open_storage
 

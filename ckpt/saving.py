@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import xxhash
 
-from ckpt.capture import CapturedState, PlanCache, PlannedWrite, capture_state
 from ckpt.commit import PendingCheckpoint, check_coverage
 from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader
 from ckpt.data_file import DataFileWriter
@@ -36,6 +35,7 @@ from ckpt.manifest import (
     decode_index,
     encode_index,
 )
+from ckpt.state.capture import CapturedState, PlanCache, PlannedWrite, capture_state
 from ckpt.state.part import private_file
 from ckpt.state.tensors import blocks
 from ckpt.storage import Storage, open_storage

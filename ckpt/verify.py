@@ -25,6 +25,7 @@ from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.coverage import check_coverage
 from ckpt.errors import CheckpointError, CorruptError, IncompatibleError, UsageError
 from ckpt.formats.dcp_reader import ForeignMetadata, StoredEntry, read_chunk, read_foreign
+from ckpt.formats.torch_archive import TorchArchive
 from ckpt.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -36,7 +37,6 @@ from ckpt.manifest import (
     read_index,
 )
 from ckpt.storage import Storage, open_storage
-from ckpt.torch_archive import TorchArchive
 from ckpt.verify_data import Problem, Progress, check_chunk, check_file
 
 __all__ = ["Level", "Problem", "VerifyReport", "planned_bytes", "verify_checkpoint"]

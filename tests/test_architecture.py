@@ -38,21 +38,22 @@ LAYERS = {
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
-        ("manifest_checks", "inert_pickle"),
-        ("manifest", "topology", "values"),
-        ("storage_protocol", "storage_local", "storage_fsspec"),
+        ("manifest_checks", "formats", "formats.inert_pickle", "state", "state.values"),
+        ("manifest", "topology"),
+        ("storage.protocol", "storage.local", "storage.remote"),
         (
-            *("storage", "ranges", "data_file", "planner", "merge", "streams", "torch_archive"),
-            *("formats", "formats.dcp_reader", "formats.dcp", "coverage", "verify_data"),
+            *("storage", "ranges", "data_file", "planner", "state.merge", "reshard.streams"),
+            *("formats.torch_archive", "formats.dcp_reader", "formats.dcp", "coverage"),
+            "verify_data",
         ),
-        ("formats.dcp_writer", "rewrite"),
+        ("formats.dcp_writer", "reshard.rewrite"),
         ("checkpoint", "commit", "summary"),
-        ("reshard_plan",),
-        ("reshard", "verify", "runs", "diff"),
-        ("coordinator", "state", "state.tensors", "state.rng", "state.part", "state.groups"),
+        ("reshard.plan",),
+        ("reshard.execute", "verify", "runs", "diff"),
+        ("reshard", "coordinator", "state.tensors", "state.rng", "state.part", "state.groups"),
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),
         ("app_state",),
-        ("capture", "reading"),
+        ("state.capture", "reading"),
         ("saving", "loading"),
         ("manager",),
     ),
@@ -60,7 +61,7 @@ LAYERS = {
 
 # All that may import torch; everything else in ckpt and cli, and the leaf of hyperopt, must not.
 NEEDS_TORCH = (
-    *("ckpt.app_state", "ckpt.state.", "ckpt.capture", "ckpt.coordinator"),
+    *("ckpt.app_state", "ckpt.state.", "ckpt.coordinator"),
     *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
     "ckpt.formats.dcp.",
 )

@@ -15,7 +15,8 @@ from typing import Any
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, IncompatibleError
-from ckpt.inert_pickle import Record, load
+from ckpt.formats.inert_pickle import Record, load
+from ckpt.formats.torch_archive import TorchArchive
 from ckpt.manifest import (
     METADATA_NAME,
     ChunkEntry,
@@ -27,7 +28,6 @@ from ckpt.manifest import (
 )
 from ckpt.names import name_problem
 from ckpt.storage import Storage
-from ckpt.torch_archive import TorchArchive
 
 MAX_METADATA_BYTES = 2**30
 """Largest `.metadata` that is read; stock torch needs about 1 kB for each chunk of a tensor."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from ckpt.manifest import GroupEntry, TensorEntry
 from ckpt.state.part import Fit, Saved
+from ckpt.state.values import decode_value, encode_value
 from ckpt.topology import StateOf
-from ckpt.values import decode_value, encode_value
 
 EXECUTION_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize_memory")
 """Hyperparameters that say how a step is executed, not what it computes: these stay as they are

@@ -14,7 +14,7 @@ from ckpt.errors import UsageError
 from ckpt.manifest import TensorEntry
 from ckpt.state.part import Fit, ReadTarget, Saved, Snapshot
 from ckpt.state.tensors import LocalTensor, TensorReader, torch_dtype
-from ckpt.values import decode_value, encode_value
+from ckpt.state.values import decode_value, encode_value
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Path segments that torch.compile and activation checkpointing put into names."""

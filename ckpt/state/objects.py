@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ckpt.errors import IncompatibleError, UsageError
 from ckpt.state.part import PER_RANK, Fit, ReadTarget, Saved, Snapshot
 from ckpt.state.tensors import LocalTensor, TensorReader, blocks, torch_dtype
-from ckpt.values import decode_value, encode_value, tag_of, tagged
+from ckpt.state.values import decode_value, encode_value, tag_of, tagged
 
 
 @runtime_checkable

@@ -25,8 +25,8 @@ from ckpt.state.groups import (
 )
 from ckpt.state.part import Fit, ReadTarget, Saved, Snapshot
 from ckpt.state.tensors import LocalTensor, TensorReader, torch_dtype
+from ckpt.state.values import decode_value, encode_value
 from ckpt.topology import StateOf
-from ckpt.values import decode_value, encode_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ckpt.capture import PlanCache, capture_state
 from ckpt.checkpoint import open_checkpoint
 from ckpt.coordinator import SingleProcess
 from ckpt.errors import CheckpointError, CorruptError, IncompatibleError, UsageError
 from ckpt.loading import load
 from ckpt.saving import save
+from ckpt.state.capture import PlanCache, capture_state
 from ckpt.state.rng import capture_rng, restore_rng
 
 

@@ -18,7 +18,7 @@ from isal import isal_zlib
 
 from ckpt.data_file import ALIGNMENT, DTYPES, DataFileWriter, entry_footer, entry_header
 from ckpt.manifest import ChunkEntry
-from ckpt.storage_local import LocalStorage
+from ckpt.storage.local import LocalStorage
 from hyperopt.ownership import Box
 from tests.ckpt.samples import raw_bytes
 

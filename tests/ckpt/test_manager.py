@@ -17,7 +17,7 @@ from ckpt.errors import CheckpointError, CorruptError, LockedError, NotFoundErro
 from ckpt.manager import CheckpointManager
 from ckpt.runs import checkpoint_name, latest, scan
 from ckpt.storage import Storage, open_storage
-from ckpt.storage_local import LocalStorage
+from ckpt.storage.local import LocalStorage
 from tests.ckpt.faults import Fault, FaultyStorage
 from tests.distributed import run_ranks, run_world
 

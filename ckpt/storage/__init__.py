@@ -1,6 +1,6 @@
 """Where checkpoints lie: one protocol; `open_storage` gives the implementation for a path or URL.
 
-`ckpt.storage_local` has directories, `ckpt.storage_fsspec` has object stores and `memory://`.
+`ckpt.storage.local` has directories, `ckpt.storage.remote` has object stores and `memory://`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from ckpt.errors import UsageError
-from ckpt.storage_local import LocalStorage
-from ckpt.storage_protocol import Storage, StoredFile, Writer
+from ckpt.storage.local import LocalStorage
+from ckpt.storage.protocol import Storage, StoredFile, Writer
 
 __all__ = ["Storage", "StoredFile", "Writer", "open_storage"]
 
@@ -23,7 +23,7 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
     if not text:
         raise UsageError("an empty path names no storage; '.' is the current directory")
     if "://" in text:
-        from ckpt.storage_fsspec import open_url  # fsspec loads only where it is needed
+        from ckpt.storage.remote import open_url  # fsspec loads only where it is needed
 
         return open_url(text)
     return LocalStorage(text)

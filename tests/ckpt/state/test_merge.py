@@ -8,8 +8,8 @@ import pytest
 
 from ckpt.errors import IncompatibleError
 from ckpt.manifest import GroupEntry
-from ckpt.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.planner import plan_writes
+from ckpt.state.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.topology import PlacedTensor, StateOf
 from hyperopt.ownership import MeshSpec, OwnedSlot, ParameterPlacement, Placement
 

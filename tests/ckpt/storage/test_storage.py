@@ -15,11 +15,11 @@ import fsspec  # type: ignore[import-untyped]
 import fsspec.implementations.memory  # type: ignore[import-untyped]
 import pytest
 
-from ckpt import storage_local
 from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
 from ckpt.storage import Storage, open_storage
-from ckpt.storage_fsspec import FsspecStorage
-from ckpt.storage_local import LocalStorage
+from ckpt.storage import local as storage_local
+from ckpt.storage.local import LocalStorage
+from ckpt.storage.remote import FsspecStorage
 
 
 def put(storage: Storage, name: str, data: bytes = b"data") -> None:

@@ -30,13 +30,13 @@ from ckpt.manifest import METADATA_NAME, FileEntry, GroupEntry, OwnershipEntry, 
 from ckpt.planner import plan_writes
 from ckpt.reshard import ReshardPlan, ReshardResult, execute_reshard, plan_reshard
 from ckpt.storage import Storage, open_storage
-from ckpt.storage_local import LocalStorage
+from ckpt.storage.local import LocalStorage
 from ckpt.topology import PlacedTensor, StateOf, make_mesh, parse_mesh
 from hyperopt.ownership import MeshSpec
 from tests.ckpt.builder import Raw, build_checkpoint, layout, place, random_bytes, read_tensors
 from tests.ckpt.counting import Counting
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 KIB, MIB = 1024, 1024 * 1024
 DTYPES = ("float32", "bfloat16", "bool", "int64", "complex128")
 

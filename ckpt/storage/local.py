@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
 from ckpt.names import name_problem
-from ckpt.storage_protocol import Storage, StoredFile, Writer
+from ckpt.storage.protocol import Storage, StoredFile, Writer
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -62,7 +62,7 @@ class LocalWriter:
 
 
 class LocalStorage:
-    """A directory tree (see `ckpt.storage_protocol.Storage`).
+    """A directory tree (see `ckpt.storage.protocol.Storage`).
 
     Symbolic links may lead to the root, but names below it may not leave it. Nothing is mapped into
     memory: a file that shrinks while it is read is an error here, not a SIGBUS.

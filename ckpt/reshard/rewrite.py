@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ckpt.data_file import DataFileWriter
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.manifest import ChunkEntry, FileEntry
+from ckpt.reshard.streams import Read, Stream, TensorSource, is_run, run_offset
 from ckpt.storage import Storage
-from ckpt.streams import Read, Stream, TensorSource, is_run, run_offset
 from hyperopt.ownership import Box
 
 Progress = Callable[[int], None]

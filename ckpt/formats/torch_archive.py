@@ -1,7 +1,7 @@
 """Looks into what `torch.save` wrote, without torch: where raw bytes lie, and small values.
 
 `torch.save` stores uncompressed, so the bytes of a tensor can be read, sliced and checked right in
-the file. The pickle beside them is read inertly (`ckpt.inert_pickle`).
+the file. The pickle beside them is read inertly (`ckpt.formats.inert_pickle`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, IncompatibleError
-from ckpt.inert_pickle import Record, load
+from ckpt.formats.inert_pickle import Record, load
 from ckpt.storage import Storage
 
 _WINDOW = 4096

@@ -26,7 +26,7 @@ from ckpt.commit import PENDING_PREFIX, PendingCheckpoint
 from ckpt.errors import CheckpointError, CorruptError, DestinationExistsError, UsageError
 from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import FileEntry, Index, Manifest, Parent, encode_index
-from ckpt.reshard_plan import (
+from ckpt.reshard.plan import (
     DATA_SUFFIX,
     EXTRA_DIRECTORY,
     CopyItem,
@@ -35,9 +35,9 @@ from ckpt.reshard_plan import (
     plan_reshard,
     tensor_sources,
 )
-from ckpt.rewrite import Progress, Rewriter, TargetWriter, WrittenFile, new_buffer
+from ckpt.reshard.rewrite import Progress, Rewriter, TargetWriter, WrittenFile, new_buffer
+from ckpt.reshard.streams import make_streams
 from ckpt.storage import Storage, StoredFile
-from ckpt.streams import make_streams
 from ckpt.topology import entries_from, states_of
 
 __all__ = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt.manifest import ChunkEntry, TensorEntry
 from ckpt.planner import PlannedChunk
-from ckpt.streams import Read, Stream, TensorSource, is_run, make_streams, run_offset
+from ckpt.reshard.streams import Read, Stream, TensorSource, is_run, make_streams, run_offset
 from hyperopt.ownership import Box, Placement, local_boxes
 
 Shape = tuple[int, ...]

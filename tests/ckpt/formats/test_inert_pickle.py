@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.formats.dcp_reader import ALLOWED_GLOBALS, read_foreign
-from ckpt.inert_pickle import Record, load
+from ckpt.formats.inert_pickle import Record, load
+from ckpt.formats.torch_archive import TorchArchive
 from ckpt.storage import open_storage
-from ckpt.torch_archive import TorchArchive
 
 SIZE = frozenset({"torch.Size", "x.Y"})
 

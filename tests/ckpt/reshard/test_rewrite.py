@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CorruptError
 from ckpt.manifest import ChunkEntry
-from ckpt.rewrite import Buffers, Schedule, SourceCheck
-from ckpt.streams import Output, Read, Stream
+from ckpt.reshard.rewrite import Buffers, Schedule, SourceCheck
+from ckpt.reshard.streams import Output, Read, Stream
 from hyperopt.ownership import Box
 
 ANY = Box((), ())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptError, UsageError
-from ckpt.values import MAX_DEPTH, decode_value, encode_value, tag_of, tagged
+from ckpt.state.values import MAX_DEPTH, decode_value, encode_value, tag_of, tagged
 
 SCALARS = (
     st.none()

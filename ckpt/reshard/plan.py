@@ -22,7 +22,7 @@ from ckpt.data_file import DTYPES
 from ckpt.errors import UsageError
 from ckpt.manifest import METADATA_NAME, FileEntry, Manifest, TensorEntry
 from ckpt.planner import PlannedChunk, plan_writes
-from ckpt.streams import Stream, TensorSource, make_streams
+from ckpt.reshard.streams import Stream, TensorSource, make_streams
 from ckpt.topology import PlacedTensor, Target, placed_tensors, retarget
 from hyperopt.ownership import Box, MeshSpec
 

@@ -12,7 +12,7 @@ import fsspec  # type: ignore[import-untyped]
 
 from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
 from ckpt.names import name_problem
-from ckpt.storage_protocol import Storage, StoredFile, Writer
+from ckpt.storage.protocol import Storage, StoredFile, Writer
 
 CONDITIONAL_PUT = frozenset(
     {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"},
@@ -51,7 +51,7 @@ class _FsspecWriter:
 
 
 class FsspecStorage:
-    """Objects below a prefix (see `ckpt.storage_protocol.Storage`).
+    """Objects below a prefix (see `ckpt.storage.protocol.Storage`).
 
     There are no directories and no rename: an object is written under its final name and appears
     when it is complete; `create_exclusive` is what makes one of two writers win.

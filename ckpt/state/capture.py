@@ -18,14 +18,14 @@ import torch
 from ckpt.app_state import open_parts
 from ckpt.coordinator import LEADER, Coordinator, everywhere, gather_distinct
 from ckpt.errors import CheckpointError, IncompatibleError, UsageError
-from ckpt.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.planner import PlannedChunk, WritePlan, plan_writes, table_digest
+from ckpt.state.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.state.objects import tensor_digest
 from ckpt.state.part import PER_RANK, Snapshot
 from ckpt.state.rng import capture_rng
 from ckpt.state.tensors import LocalTensor, Piece, TensorReader, sub_box
+from ckpt.state.values import tagged
 from ckpt.topology import PlacedTensor
-from ckpt.values import tagged
 from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
 
 log = logging.getLogger(__name__)
