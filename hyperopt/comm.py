@@ -7,7 +7,7 @@ every dtype works on every backend.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,18 +160,23 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def exchange(
-    send: Tensor, elements: Sequence[Sequence[int]], seat: Seat, gather: Gather
+    send: Tensor,
+    elements: Sequence[Sequence[int]],
+    seat: Seat,
+    gather: Gather,
+    allocate: Callable[[int, torch.dtype], Tensor],
 ) -> Pending:
     """Start sending parts of packed buffers between the shards of a replica.
 
     `elements[i][j]` is what shard `i` sends to shard `j`, in elements, known to all of them; each
-    `send` holds its parts in order. The result holds the received parts in shard order.
+    `send` holds its parts in order. The result holds the received parts in shard order, in a buffer
+    from `allocate(elements, dtype)`.
     """
     if gather == "all_gather":
-        return _exchange_by_gathering(send, elements, seat)
+        return _exchange_by_gathering(send, elements, seat, allocate)
     send_elements = elements[seat.shard]
     receive_elements = [row[seat.shard] for row in elements]
-    received = send.new_empty(sum(receive_elements))
+    received = allocate(sum(receive_elements), send.dtype)
     size = send.element_size()
     work = dist.all_to_all_single(
         received.view(torch.uint8),
@@ -184,12 +189,17 @@ def exchange(
     return Pending(received, work)
 
 
-def _exchange_by_gathering(send: Tensor, elements: Sequence[Sequence[int]], seat: Seat) -> Pending:
+def _exchange_by_gathering(
+    send: Tensor,
+    elements: Sequence[Sequence[int]],
+    seat: Seat,
+    allocate: Callable[[int, torch.dtype], Tensor],
+) -> Pending:
     """Everybody gets everything, padded to the longest buffer, and keeps its own."""
     width = max(sum(row) for row in elements)
     padded = send.new_zeros(width)
     padded[: send.numel()] = send
-    everything = send.new_empty(width * len(elements))
+    everything = allocate(width * len(elements), send.dtype)
     work = dist.all_gather_into_tensor(
         everything.view(torch.uint8),
         padded.view(torch.uint8),

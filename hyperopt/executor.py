@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -63,6 +64,36 @@ class Failure:
             self.error = error
 
 
+@dataclass(slots=True)
+class BufferPool:
+    """Host buffers that are kept from step to step: fresh memory costs a page fault every 4 KiB.
+
+    Only as many as a step has in use at a time; those that a step did not use are dropped.
+    """
+
+    free: list[Tensor] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
+
+    def take(self, nbytes: int) -> Tensor:
+        """A byte buffer of at least this size: the smallest that fits, or a new one."""
+        fitting = [b for b in self.free if b.numel() >= nbytes]
+        if not fitting:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        best = min(fitting, key=Tensor.numel)
+        self.free = [b for b in self.free if b is not best]
+        return best
+
+    def give(self, buffers: Sequence[Tensor]) -> None:
+        """Give buffers back that nothing refers to any more."""
+        self.free += buffers
+        self.used.update(map(id, buffers))
+
+    def end_step(self) -> None:
+        """Drop what the step did not use."""
+        self.free = [b for b in self.free if id(b) in self.used]
+        self.used.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Executor:
     """Runs steps of one plan from this rank's seats (one per layout)."""
@@ -70,6 +101,7 @@ class Executor:
     plan: StepPlan
     rule: UpdateRule
     seats: tuple[Seat, ...]
+    pool: BufferPool = field(default_factory=BufferPool)
 
     def step(self, tensors: StepInput) -> Exception | None:
         """Update the parameters that have a gradient. All ranks give the same set.
@@ -79,10 +111,13 @@ class Executor:
         """
         failure = Failure()
         runs = [
-            _UnitRun(self.plan, self.rule, unit, self.seats[unit.layout], tensors, failure)
+            _UnitRun(
+                self.plan, self.rule, unit, self.seats[unit.layout], tensors, failure, self.pool
+            )
             for unit in self.plan.units
         ]
         pipeline([run.stages() for run in runs if run.is_needed()])
+        self.pool.end_step()
         return failure.error
 
 
@@ -109,6 +144,8 @@ class _UnitRun:
     seat: Seat
     tensors: StepInput
     failure: Failure
+    pool: BufferPool
+    taken: list[Tensor] = field(default_factory=list)
     payload: Tensor | None = None
     gathering: Pending | None = None
     returning: Pending | None = None
@@ -137,7 +174,7 @@ class _UnitRun:
         if gathered and self.payload is not None:
             elements = self.splits(gathered)
             send = self.payload[: sum(elements[self.seat.shard])]
-            self.gathering = exchange(send, elements, self.seat, self.plan.gather)
+            self.gathering = exchange(send, elements, self.seat, self.plan.gather, self.allocate)
 
     def compute(self) -> None:
         """Transform whole matrices: gathered ones for this shard, and those it holds anyway."""
@@ -155,7 +192,7 @@ class _UnitRun:
         self.transform(here, matrices)
         self.scatter_into(here, matrices, received)
         back = list(zip(*self.splits(gathered), strict=True))
-        self.returning = exchange(received, back, self.seat, self.plan.gather)
+        self.returning = exchange(received, back, self.seat, self.plan.gather, self.allocate)
 
     def publish(self) -> None:
         """Send what this rank owns to its replicas, and receive what they own."""
@@ -224,6 +261,8 @@ class _UnitRun:
             for batch, views in self.batches(slots, buffer, owned=False):
                 self.failure.attempt(self.rule.finish, batch, views)
         self.payload, self.arriving = None, []
+        self.pool.give(self.taken)
+        self.taken = []
 
     def take(self, slots: Sequence[Slot], buffer: Tensor) -> None:
         """Copy received parameters, unless they were received in place."""
@@ -240,8 +279,17 @@ class _UnitRun:
     def empty(self, slots: Sequence[Slot], dtype: str) -> Tensor:
         """A packed buffer for this shard's part of some slots."""
         count = sum(s.elements[self.seat.shard] for s in slots)
-        first = self.unit_parameter()
-        return torch.empty(count, dtype=getattr(torch, dtype), device=first.device)
+        return self.allocate(count, getattr(torch, dtype))
+
+    def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer that lives until the unit is done. Hooks may keep what they are shown, so
+        with hooks every step has its own; devices have an allocator that keeps memory."""
+        device = self.unit_parameter().device
+        if device.type != "cpu" or self.rule.runs_user_code:
+            return torch.empty(count, dtype=dtype, device=device)
+        buffer = self.pool.take(count * dtype.itemsize)
+        self.taken.append(buffer)
+        return buffer[: count * dtype.itemsize].view(dtype)
 
     def unit_parameter(self) -> Tensor:
         """Any parameter of the unit, for its device."""
@@ -304,7 +352,8 @@ class _UnitRun:
 
     def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
         """Whole matrices from the shards' parts."""
-        matrices = [received.new_empty(self.plan.parameters[s.parameter].shape) for s in slots]
+        shapes = [self.plan.parameters[s.parameter].shape for s in slots]
+        matrices = [self.allocate(prod(shape), received.dtype).view(shape) for shape in shapes]
         targets, sources = self.parts(slots, matrices, received)
         if targets:
             torch._foreach_copy_(targets, sources)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hyperopt import blocks
 from hyperopt.hooks import (
     MuonHooks,
     NSInputTransform,
@@ -166,6 +167,9 @@ def decay_and_add(
     kernel or grouping could differ in the last bit.
     """
     params = list(parameters)
+    if not cautious and blocks.fits(params, updates):
+        blocks.decay_and_add(params, updates, factors, 1.0 - decay)
+        return
     if decay and cautious:
         _cautious_decay(params, updates, -decay if negated else decay)
     elif decay:
@@ -223,6 +227,10 @@ class MuonRule:
         hyper, hook = batch.hyperparameters, self.hooks.momentum_update
         pair, nesterov = momentum_pair(hyper["momentum"]), hyper["nesterov"]
         buffers = batch.state("momentum_buffer")
+        plain = hook is None and pair[0] == pair[1]
+        if plain and blocks.fits(payload, batch.gradients, buffers):
+            blocks.momentum_into(payload, batch.gradients, buffers, pair[0], nesterov=nesterov)
+            return
         if hook is not None:
             updates = run_momentum_update(hook, batch.gradients, buffers, pair, nesterov=nesterov)
         else:

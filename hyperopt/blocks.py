@@ -1,0 +1,68 @@
+"""Element-wise passes over CPU tensors in blocks that stay in cache.
+
+Momentum and the final add each touch every element a few times. Over whole tensors every pass goes
+through memory; in blocks only the first does. What is computed is the same, element by element. On
+other devices, and for strided tensors, foreach kernels do the work (`hyperopt.rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 16
+
+
+def fits(*lists: Iterable[Tensor]) -> bool:
+    """Whether all tensors are contiguous and on the CPU."""
+    return all(t.device.type == "cpu" and t.is_contiguous() for tensors in lists for t in tensors)
+
+
+def momentum_into(
+    payload: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    momentum: float,
+    *,
+    nesterov: bool,
+) -> None:
+    """`b <- m·b + g` in place; payload gets `g + m·b` of the new buffer (Nesterov), or `b`.
+
+    All lists are as long; tensors at one position have one shape, dtypes may differ.
+    """
+    for out, g, b in zip(payload, gradients, buffers, strict=True):
+        scratch = torch.empty(min(BLOCK_ELEMENTS, g.numel()), dtype=b.dtype)
+        for out_block, g_block, b_block in _blocks(out, g, b):
+            torch.add(g_block, b_block, alpha=momentum, out=b_block)
+            if not nesterov:
+                out_block.copy_(b_block)
+                continue
+            ahead = scratch[: len(g_block)]
+            torch.add(g_block, b_block, alpha=momentum, out=ahead)
+            out_block.copy_(ahead)
+
+
+def decay_and_add(
+    parameters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    factors: Sequence[float],
+    keep: float,
+) -> None:
+    """`p <- keep·p + factor·u` in place; updates may have a narrower dtype."""
+    for p, u, factor in zip(parameters, updates, factors, strict=True):
+        scratch = torch.empty(min(BLOCK_ELEMENTS, p.numel()), dtype=p.dtype)
+        for p_block, u_block in _blocks(p, u):
+            if keep != 1.0:
+                p_block.mul_(keep)
+            wide = u_block
+            if u.dtype != p.dtype:
+                wide = scratch[: len(u_block)]
+                wide.copy_(u_block)
+            p_block.add_(wide, alpha=factor)
+
+
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same blocks of several tensors, as flat views."""
+    return zip(*(t.view(-1).split(BLOCK_ELEMENTS) for t in tensors), strict=True)  # type: ignore[no-untyped-call]
