@@ -216,6 +216,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.check_replicas(heal=True)
         return loss
 
+    def buffers(self) -> list[Tensor]:
+        """The host buffers that are kept from step to step; none on devices or with hooks."""
+        return list(self._ready().executor.pool.free)
+
     def check_replicas(self, *, heal: bool = False) -> list[str]:
         """Names of parameters whose replicas differ in any bit, for this rank's shards. Collective.
 

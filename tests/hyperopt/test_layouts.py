@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from hyperopt import PlanConfig
+from hyperopt import Muon, PlanConfig
 from hyperopt.ownership import newton_schulz_cost
 from tests.distributed import run_ranks
-from tests.hyperopt.worlds import SHAPES, Outcome, train, train_many
+from tests.hyperopt.worlds import (
+    SHAPES,
+    Outcome,
+    make_parameters,
+    set_gradients,
+    train,
+    train_many,
+)
 
 MUON = ("Muon", {"ns_dtype": torch.float32, "weight_decay": 0.1})
 MUON_BF16 = ("Muon", {})
@@ -123,3 +131,23 @@ def test_all_gather_gives_the_same_bits() -> None:
 
 def test_newton_schulz_cost_counts_the_short_side() -> None:
     assert newton_schulz_cost(1, 8, 4, 5) == newton_schulz_cost(1, 4, 8, 5) == 5 * (4 * 128 + 128)
+
+
+def steady_state() -> list[list[int]]:
+    """Addresses and sizes of the pool's buffers after each of several steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    parameters = make_parameters(EVEN, mesh, (None, 0))
+    optimizer = Muon(parameters, plan=PlanConfig(unit_bytes=1024))
+    seen = []
+    for step in range(5):
+        set_gradients(parameters, step, mesh, (None, 0))
+        optimizer.step()
+        pool = optimizer.buffers()
+        seen.append(sorted(b.data_ptr() for b in pool))
+    return seen
+
+
+def test_steady_steps_reuse_their_buffers() -> None:
+    for seen in run_ranks(steady_state, 4):
+        assert seen[1]
+        assert seen[1] == seen[2] == seen[4]
