@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from ckpt.errors import NotFoundError
+from ckpt.errors import CorruptError, NotFoundError
 from ckpt.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -16,7 +16,7 @@ from ckpt.manifest import (
     read_index,
     read_manifest,
 )
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage, StoredFile, open_storage
 
 
 class Checkpoint:
@@ -73,6 +73,13 @@ def _by_key(indexes: Iterable[Index]) -> dict[str, list[ChunkEntry]]:
     return chunks
 
 
+def _files(storage: Storage) -> list[StoredFile]:
+    try:
+        return storage.list()
+    except NotFoundError:
+        return []
+
+
 def open_checkpoint(source: Storage | str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of ours, or a plain torch.distributed.checkpoint.
 
@@ -82,6 +89,11 @@ def open_checkpoint(source: Storage | str | os.PathLike[str]) -> Checkpoint:
     storage = open_storage(source) if isinstance(source, str | os.PathLike) else source
     if storage.exists(MANIFEST_NAME):
         return Checkpoint(storage, read_manifest(storage))
+    if any(file.name.startswith("index-") for file in _files(storage)):
+        raise CorruptError(
+            f"{storage.url}: {MANIFEST_NAME} is missing beside the index files: the checkpoint was "
+            "never committed, or was damaged"
+        )
     if storage.exists(METADATA_NAME):
         from ckpt.formats.dcp_reader import foreign_manifest, read_foreign, read_indexes
 

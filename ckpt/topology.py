@@ -30,6 +30,9 @@ REPLICATE_NAMES = ("replicate", "dp_replicate", "ddp")
 SHARD_NAMES = ("shard", "fsdp", "dp_shard", "dp", "dp_shard_cp")
 """Mesh dim names that mean FSDP2's `Shard(0)` where the checkpoint itself does not say."""
 
+MAX_RANKS = 1 << 16
+"""Ranks of a mesh that is read from text: above this a typing error is likelier than a cluster."""
+
 _DIM = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*")
 _SHORT = re.compile(r"\s*(\d+)\s*[x×]\s*(\d+)\s*")
 
@@ -90,6 +93,8 @@ def parse_mesh(text: str) -> MeshSpec:
         names.append(match[1])
         sizes.append(int(match[2]))
     _check_mesh(text, names, sizes)
+    if math.prod(sizes) > MAX_RANKS:
+        raise UsageError(f"mesh {text!r} has {math.prod(sizes):,} ranks, at most {MAX_RANKS:,} go")
     return make_mesh(names, sizes)
 
 

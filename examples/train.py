@@ -47,7 +47,8 @@ def main() -> None:
         optimizer.step()
         if step % 10 == 0:
             manager.save(step, **state)  # each owner writes what it has; nothing moves
-            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(f"step {step}: loss {loss.item():.4f}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,9 @@ def assemble(
     """
     parameters = tuple(p for group in groups for p in group["params"])
     names = tuple(name for group in groups for name in group_names(group))
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice and all("param_names" in group for group in groups):
+        raise ValueError(f"several parameters have the same name: {twice[:10]}")
     by_parameter = [layout_of(p, replicate_group) for p in parameters]
     layouts = list(dict.fromkeys(by_parameter))
     hosts = comm.gather_hosts()

@@ -21,6 +21,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
+from hyperopt.preflight import PreflightError
 from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
 
 LabelFunction = Callable[[str, nn.Parameter], str | None]
@@ -36,13 +37,15 @@ def split_params(
 ) -> dict[str, NamedParameters]:
     """The model's parameters by label, `muon` and `adamw` by default, under clean FQNs.
 
-    Hidden matrices go to `muon`; embeddings, output heads (by name, or as large as an embedding's
-    vocabulary), norms, biases and everything below two dims to `adamw`. `label_fn(name, parameter)`
+    Hidden matrices go to `muon`; embeddings, output heads, norms, biases and everything below two
+    dims to `adamw`. A head is found by its name (`lm_head`, `head`, `output`, ...), or it is the
+    model's last matrix and has a row for each entry of an embedding. `label_fn(name, parameter)`
     may return another label, or None for the default. Frozen parameters are labelled too, so that
     unfreezing needs no rebuild. A parameter that occurs twice is taken under its first name.
     """
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    last = [p for p in model.parameters() if p.dim() == 2][-1:]
     out: dict[str, NamedParameters] = {}
     for raw_name, parameter in model.named_parameters():
         name = clean_fqn(raw_name)
@@ -51,16 +54,16 @@ def split_params(
             hidden = (
                 parameter.dim() >= 2
                 and parameter not in embeddings
-                and not _is_head(name, parameter, vocabularies)
+                and not _has_head_name(name)
+                and not (any(parameter is p for p in last) and parameter.shape[0] in vocabularies)
             )
             label = "muon" if hidden else "adamw"
         out.setdefault(label, []).append((name, parameter))
     return out
 
 
-def _is_head(name: str, parameter: Tensor, vocabularies: set[int]) -> bool:
-    owner = name.split(".")[-2] if "." in name else ""
-    return owner in _HEAD_NAMES or parameter.shape[0] in vocabularies
+def _has_head_name(name: str) -> bool:
+    return "." in name and name.split(".")[-2] in _HEAD_NAMES
 
 
 class _ChainedState(Mapping[Tensor, Any]):
@@ -187,9 +190,27 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for member in self._members.values():
-            member.step()
+        agreed = self._preflight()
+        for name, member in self._members.items():
+            if name in agreed and isinstance(member, DistributedOptimizer):
+                member.step(agreed=agreed[name])
+            else:
+                member.step()
         return loss
+
+    def _preflight(self) -> dict[str, list[bool]]:
+        """Every member's preflight before any of them changes anything. All run, also after an
+        error, so that ranks of different meshes stay together; then the first error is raised."""
+        agreed: dict[str, list[bool]] = {}
+        errors: list[PreflightError] = []
+        for name, member in self._distributed().items():
+            try:
+                agreed[name] = member.preflight()
+            except PreflightError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return agreed
 
     # --------------------------------------------------------------------------------- torch's form
 

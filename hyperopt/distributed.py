@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor
 from hyperopt import comm, guard
 from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
-from hyperopt.hyperparameters import from_json, to_json
+from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
 from hyperopt.ownership import (
     GroupRow,
@@ -39,6 +40,7 @@ from hyperopt.state import (
     to_pieces,
 )
 from hyperopt.state_dicts import (
+    ParsedDict,
     localize_states,
     parse_state_dict,
     to_flat,
@@ -176,12 +178,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        agreed: Sequence[bool] | None = None,
     ) -> float | None:
         """One step. Collective; every rank must call it.
 
         Args:
             closure: evaluated first, with grad mode on; its value is returned.
+            agreed: what `preflight` returned, where it has run already.
 
         Raises:
             PreflightError: on every rank, before anything changes, where one rank has a gradient
@@ -194,8 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         ready = self._ready()
         self.cleanup_synced_state()
-        active = agree_on_gradients(ready.parameters, ready.names, ready.domains, ready.digest)
-        gradients = self._active_gradients(active)
+        gradients = self._active_gradients(self.preflight() if agreed is None else agreed)
         self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
@@ -241,6 +246,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if heal:
             guard.heal(ready.plan, self._columns, ready.parameters, diverged)
         return names
+
+    @torch.no_grad()
+    def preflight(self) -> list[bool]:
+        """Which parameters step, agreed on by all ranks; changes nothing. Collective.
+
+        Raises:
+            PreflightError: on every rank, where one rank has a gradient that another lacks, a
+                sparse gradient, another plan, or other hyperparameters.
+        """
+        ready = self._ready()
+        digest = hashlib.blake2b(ready.digest, digest_size=32)
+        digest.update(repr([plain_values(group) for group in self.param_groups]).encode())
+        return agree_on_gradients(ready.parameters, ready.names, ready.domains, digest.digest())
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any
@@ -353,10 +371,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         ready = self._ready()
         parsed = parse_state_dict(state_dict, [group_names(g) for g in self.param_groups])
+        self._check_parsed(parsed)
         states: States = {}
         for index, state in sorted(parsed.states.items()):
             name = ready.names[index]
-            self._check_keys(name, state)
             states[index] = {
                 key: local_part(
                     state[key], ready.parameters[index], ready.boxes(index), f"{name}.{key}"
@@ -372,6 +390,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._assembly.owns(index):
                 self._store.owned[index] = local
 
+    def _check_parsed(self, parsed: ParsedDict) -> None:
+        """Raise on every rank where the state of any rank has wrong keys, or ranks differ in which
+        state they were given: before anything is sent or changed."""
+        problem = None
+        try:
+            for index, state in sorted(parsed.states.items()):
+                self._check_keys(self._assembly.names[index], state)
+        except ValueError as error:
+            problem = str(error)
+        given = sorted(self._assembly.names[index] for index in parsed.states)
+        for domain in self._assembly.domains:
+            everyone = comm.gather_objects((problem, given), domain.group)
+            problems = [f"rank {r}: {p}" for r, (p, _) in enumerate(everyone) if p]
+            if problems:
+                raise ValueError("; ".join(problems))
+            common = set(given).union(*(names for _, names in everyone))
+            lacking = sorted(name for name in common if any(name not in n for _, n in everyone))
+            if lacking:
+                raise ValueError(
+                    f"ranks were given different state: some lack that of {lacking[:10]}"
+                )
+
     def _check_keys(self, name: str, state: Mapping[str, Any]) -> None:
         missing = [key for key in self._rule.state_keys if key not in state]
         unknown = [key for key in state if key not in self._rule.state_keys]
@@ -386,7 +426,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         merged = []
         steps = self._agree_on_steps([g.get("step") for g in saved])
         for group, values, step in zip(self.param_groups, saved, steps, strict=True):
-            candidate = {**group, **values}
+            known = {
+                key: from_json(value, group[key])
+                if isinstance(group.get(key), torch.dtype)
+                else value
+                for key, value in values.items()
+            }
+            candidate = {**group, **known}
             if not self._rule.step_per_parameter:
                 candidate["step"] = int(group["step"] if step is None else step)
             self.validate_group(candidate, group_names(group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,21 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"hyperparameter {value!r} of type {type(value).__name__} is not plain data")
+
+
+def plain_values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The hyperparameters of a group that can be compared between ranks without touching a device:
+    numbers, texts, dtypes, tuples of them, and 0-D tensors on the CPU."""
+    values: list[tuple[str, Any]] = []
+    for key, value in sorted(group.items()):
+        if key in ("params", "param_names"):
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and value.numel() == 1:
+                values.append((key, value.item()))
+        elif isinstance(value, bool | int | float | str | torch.dtype | tuple | list):
+            values.append((key, value))
+    return values
 
 
 def from_json(value: Any, like: Any) -> Any:

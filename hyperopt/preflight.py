@@ -102,9 +102,9 @@ def _raise_problem(problem: str | None, digest: bytes, group: dist.ProcessGroup)
         raise PreflightError("the step was refused, nothing was changed: " + "; ".join(problems))
     others = [r for r, (_, d) in zip(ranks, everyone, strict=True) if d != everyone[0][1]]
     raise PreflightError(
-        f"the plans of ranks {others} differ from rank {ranks[0]}'s: every rank must give the same "
-        "parameters, groups and options in the same order (after a change of groups call "
-        "reset_optimizer_parameters() on every rank)"
+        f"the plans or hyperparameters of ranks {others} differ from rank {ranks[0]}'s: every rank "
+        "must give the same parameters, groups and options in the same order, and change them "
+        "alike (after a change of groups call reset_optimizer_parameters() on every rank)"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hyperopt.layout import like_parameter
@@ -125,14 +126,19 @@ def localize_states(states: States) -> dict[int, dict[str, Tensor]]:
 def to_index_keyed(
     state: Mapping[int, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Torch's own form; `params` of the groups become indices."""
+    """Torch's own form; `params` of the groups become indices, and dtypes their names: torch's
+    functions on state dicts know numbers, texts and tensors only."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
-        values = {k: v for k, v in group.items() if k != "params"}
+        values = {k: _portable(v) for k, v in group.items() if k != "params"}
         packed.append({**values, "params": list(range(first, first + count))})
         first += count
     return {"state": dict(state), "param_groups": packed}
+
+
+def _portable(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def to_nested(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

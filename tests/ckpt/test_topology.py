@@ -379,3 +379,9 @@ def test_owned_state_is_held_once_per_sub_group(
                 held[element] = held.get(element, 0) + 1
     assert set(held) == set(itertools.product(*(range(n) for n in shape)))
     assert set(held.values()) == {sizes[0] // count}
+
+
+@pytest.mark.parametrize("text", ["1000000x1", "99999999999999999999x2", "shard=65537"])
+def test_absurd_meshes_are_refused_at_once(text: str) -> None:
+    with pytest.raises(UsageError, match=r"ranks, at most 65,536"):
+        parse_mesh(text)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.commit import PendingCheckpoint
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.manifest import ChunkEntry
 from ckpt.storage import Storage, open_storage
 from ckpt.verify import Level, VerifyReport, planned_bytes, verify_checkpoint
@@ -346,3 +346,11 @@ def test_foreign_truncation(foreign: Path) -> None:
     assert all(problem.file == file.name for problem in problems)
     file.unlink()
     assert not verify_checkpoint(foreign).ok
+
+
+def test_a_checkpoint_of_ours_without_its_manifest_is_not_one(tmp_path: Path) -> None:
+    """`.metadata` alone would read it, but nobody vouches for what it lost."""
+    write_checkpoint(open_storage(tmp_path), NAME)
+    (tmp_path / NAME / "manifest.json").unlink()
+    with pytest.raises(CorruptError, match="never committed, or was damaged"):
+        verify_checkpoint(tmp_path / NAME)

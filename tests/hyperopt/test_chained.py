@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hyperopt import ChainedOptimizer, DistributedAdamW, Muon, build_optimizer, split_params
+from hyperopt.preflight import PreflightError
 from tests.distributed import run_ranks
 from tests.hyperopt.models import Model, backward, build_model
 from tests.hyperopt.worlds import whole
@@ -227,3 +229,74 @@ def test_param_groups_are_checked_and_shared() -> None:
         _ = optimizer.optimizer
     assert "muon" in repr(optimizer)
     assert [type(m).__name__ for m in optimizer] == ["Muon", "DistributedAdamW"]
+
+
+def missing_gradient_of(name: str) -> str:
+    """One rank lacks one gradient: no member may have changed anything."""
+    model = build_model((2, 2))
+    optimizer = build_optimizer(model, **OPTIONS)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)
+    if dist.get_rank() == 3:
+        dict(model.named_parameters())[name].grad = None
+    parameters, before = [whole(p) for p in model.parameters()], states(optimizer)
+    with pytest.raises(PreflightError) as caught:
+        optimizer.step()
+    assert all(
+        torch.equal(whole(p), q) for p, q in zip(model.parameters(), parameters, strict=True)
+    )
+    assert_same_states(states(optimizer), before)
+    assert optimizer.param_groups[0]["step"] == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.up.weight", "embedding.weight"])
+def test_a_refused_step_changes_no_member(name: str) -> None:
+    for message in run_ranks(missing_gradient_of, 4, name):
+        assert f"{name} (none on ranks [3])" in message
+
+
+def restore_with_torch_options() -> bool:
+    """Full and offloaded state dicts, flat and nested, into fresh and used chains."""
+    model, optimizer, _ = train((2, 2))
+    before = states(optimizer)
+    for flatten in (False, True):
+        for extra in ({"full_state_dict": True}, {"cpu_offload": True}):
+            options = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False, **extra)
+            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+            set_optimizer_state_dict(model, optimizer, saved, options=options)
+            fresh = build_optimizer(model, **OPTIONS)
+            # torch looks for the device of a full state dict in state that a fresh one lacks.
+            fresh.load_state_dict(saved)
+            for target in (optimizer, fresh):
+                assert_same_states(states(target), before)
+                assert target.param_groups[0]["ns_dtype"] == torch.float32
+    return True
+
+
+def test_torch_state_dict_options() -> None:
+    assert run_ranks(restore_with_torch_options, 4) == [True] * 4
+
+
+class Decoder(nn.Module):
+    """Widths, vocabulary and positions coincide."""
+
+    def __init__(self, width: int, vocabulary: int, positions: int, head: str) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(positions, width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.add_module(head, nn.Linear(width, vocabulary, bias=False))
+
+
+@pytest.mark.parametrize("head", ["lm_head", "project"])
+@pytest.mark.parametrize("sizes", [(64, 512, 64), (64, 64, 256), (64, 256, 256)])
+def test_hidden_matrices_as_large_as_an_embedding_stay_hidden(
+    sizes: tuple[int, int, int], head: str
+) -> None:
+    split = split_params(Decoder(*sizes, head))
+    assert [name for name, _ in split["muon"]] == ["out.weight", "up.weight", "down.weight"]

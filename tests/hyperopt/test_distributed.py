@@ -253,3 +253,44 @@ def test_strange_state_dicts_are_refused_and_change_nothing() -> None:
 def test_options_are_checked_by_name(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):
         hyperopt.Muon(make_parameters(((5, 4),), None, ()), **{option: value})
+
+
+def change_on_one_rank(change: str) -> str:
+    """Hyperparameters, or the state that is loaded, differ on rank 2 only."""
+    optimizer, parameters, mesh = build()
+    set_gradients(parameters, 0, mesh, DIMS)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = [whole(p) for _, p in parameters]
+    odd = dist.get_rank() == 2
+    if change == "key" and odd:
+        state["state"][0].pop("momentum_buffer")
+    elif change == "state" and odd:
+        state["state"].pop(0)
+    elif change == "lr":
+        optimizer.param_groups[0]["lr"] = 0.5 if odd else 0.1
+    action = optimizer.step if change == "lr" else lambda: optimizer.load_state_dict(state)
+    with pytest.raises((PreflightError, ValueError)) as caught:
+        action()
+    assert all(torch.equal(whole(p), b) for (_, p), b in zip(parameters, before, strict=True))
+    assert len(optimizer.state_dict()["state"]) == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lr", "hyperparameters of ranks [2] differ"),
+        ("key", "layer0.weight"),
+        ("state", "some lack that of ['layer0.weight']"),
+    ],
+)
+def test_what_differs_on_one_rank_raises_everywhere(change: str, message: str) -> None:
+    for text in run_ranks(change_on_one_rank, 4, change):
+        assert message in text
+
+
+def test_names_given_twice_are_refused() -> None:
+    (_, a), (_, b) = make_parameters(((5, 4), (6, 8)), None, ())
+    with pytest.raises(ValueError, match="same name: \\['a'\\]"):
+        hyperopt.Muon([("a", a), ("a", b)])
