@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 import uuid
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -371,3 +372,12 @@ def test_open_storage(tmp_path: Path) -> None:
         open_storage("")
     with pytest.raises(UsageError, match="cannot open"):
         open_storage("nosuch://x")
+
+
+def test_a_file_that_goes_to_the_disk_in_parts_is_whole(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    block = array("I", range(3 << 18))  # 3 MiB; the disk is started every 8 MiB
+    with storage.create("file") as writer:
+        for _ in range(7):
+            writer.write(memoryview(block))
+    assert storage.read("file") == block.tobytes() * 7
