@@ -17,6 +17,7 @@ from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
+from hyperopt.loading import agree_on_states, agree_on_steps, check_keys
 from hyperopt.ownership import (
     GroupRow,
     OwnedTensor,
@@ -40,7 +41,6 @@ from hyperopt.state import (
     to_pieces,
 )
 from hyperopt.state_dicts import (
-    ParsedDict,
     localize_states,
     parse_state_dict,
     to_flat,
@@ -371,7 +371,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         ready = self._ready()
         parsed = parse_state_dict(state_dict, [group_names(g) for g in self.param_groups])
-        self._check_parsed(parsed)
+        given = {ready.names[index]: state for index, state in parsed.states.items()}
+        agree_on_states(given, self._rule.state_keys, ready.domains)
         states: States = {}
         for index, state in sorted(parsed.states.items()):
             name = ready.names[index]
@@ -390,41 +391,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._assembly.owns(index):
                 self._store.owned[index] = local
 
-    def _check_parsed(self, parsed: ParsedDict) -> None:
-        """Raise on every rank where the state of any rank has wrong keys, or ranks differ in which
-        state they were given: before anything is sent or changed."""
-        problem = None
-        try:
-            for index, state in sorted(parsed.states.items()):
-                self._check_keys(self._assembly.names[index], state)
-        except ValueError as error:
-            problem = str(error)
-        given = sorted(self._assembly.names[index] for index in parsed.states)
-        for domain in self._assembly.domains:
-            everyone = comm.gather_objects((problem, given), domain.group)
-            problems = [f"rank {r}: {p}" for r, (p, _) in enumerate(everyone) if p]
-            if problems:
-                raise ValueError("; ".join(problems))
-            common = set(given).union(*(names for _, names in everyone))
-            lacking = sorted(name for name in common if any(name not in n for _, n in everyone))
-            if lacking:
-                raise ValueError(
-                    f"ranks were given different state: some lack that of {lacking[:10]}"
-                )
-
-    def _check_keys(self, name: str, state: Mapping[str, Any]) -> None:
-        missing = [key for key in self._rule.state_keys if key not in state]
-        unknown = [key for key in state if key not in self._rule.state_keys]
-        if missing or unknown:
-            raise ValueError(
-                f"state of {name}: missing {missing}, unknown {unknown}; "
-                f"{type(self).__name__} has {list(self._rule.state_keys)}"
-            )
-
     def _merge_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Saved hyperparameters over the present ones, checked, with steps that all ranks share."""
         merged = []
-        steps = self._agree_on_steps([g.get("step") for g in saved])
+        steps = agree_on_steps([g.get(STEP) for g in saved], self._assembly.domains)
         for group, values, step in zip(self.param_groups, saved, steps, strict=True):
             known = {
                 key: from_json(value, group[key])
@@ -438,19 +408,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.validate_group(candidate, group_names(group))
             merged.append({k: v for k, v in candidate.items() if k != "params"})
         return merged
-
-    def _agree_on_steps(self, steps: Sequence[Any]) -> list[Any]:
-        """Ranks that know no step take the others'. Raises ValueError where ranks disagree."""
-        known = [None if step is None else int(step) for step in steps]
-        for domain in self._assembly.domains:
-            everyone = comm.gather_objects(known, domain.group)
-            for number in range(len(known)):
-                values = {row[number] for row in everyone} - {None}
-                if len(values) > 1:
-                    listed = {rank: row[number] for rank, row in enumerate(everyone)}
-                    raise ValueError(f"group {number}: ranks disagree on the step: {listed}")
-                known[number] = next(iter(values), None)
-        return known
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
@@ -492,7 +449,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._assembly.owns(split[name]):
                 states.setdefault(split[name], {})[key] = tensor
         for index, state in states.items():
-            self._check_keys(names[index], state)
+            check_keys(names[index], state, self._rule.state_keys)
         self._store.owned.clear()
         self._store.owned.update(states)
 

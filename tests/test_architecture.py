@@ -31,7 +31,7 @@ LAYERS = {
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
-        ("state_dicts",),
+        ("state_dicts", "loading"),
         ("assembly",),
         ("distributed",),
         ("muon", "adamw", "chained", "recipes"),

@@ -157,8 +157,11 @@ def test_missing_files(path: Path, level: Level) -> None:
 
 
 def test_without_a_manifest_it_is_a_foreign_checkpoint(path: Path) -> None:
-    """Without `.metadata` as well, there is no checkpoint."""
+    """Without its index files, that is: they say that it is ours. Without `.metadata` as well, there
+    is no checkpoint."""
     (path / "manifest.json").unlink()
+    for index in path.glob("index-*.json"):
+        index.unlink()
     assert verify_checkpoint(path, "full").ok
     (path / ".metadata").unlink()
     with pytest.raises(NotFoundError):
@@ -352,5 +355,7 @@ def test_a_checkpoint_of_ours_without_its_manifest_is_not_one(tmp_path: Path) ->
     """`.metadata` alone would read it, but nobody vouches for what it lost."""
     write_checkpoint(open_storage(tmp_path), NAME)
     (tmp_path / NAME / "manifest.json").unlink()
-    with pytest.raises(CorruptError, match="never committed, or was damaged"):
-        verify_checkpoint(tmp_path / NAME)
+    (problem,) = verify_checkpoint(tmp_path / NAME).problems
+    assert "never committed, or was damaged" in problem.message
+    with pytest.raises(CorruptError, match=r"manifest\.json is missing"):
+        open_checkpoint(tmp_path / NAME)

@@ -266,7 +266,8 @@ def restore_with_torch_options() -> bool:
         for extra in ({"full_state_dict": True}, {"cpu_offload": True}):
             options = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False, **extra)
             saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-            set_optimizer_state_dict(model, optimizer, saved, options=options)
+            if not (flatten and "full_state_dict" in extra):  # torch cannot set that combination
+                set_optimizer_state_dict(model, optimizer, saved, options=options)
             fresh = build_optimizer(model, **OPTIONS)
             # torch looks for the device of a full state dict in state that a fresh one lacks.
             fresh.load_state_dict(saved)
