@@ -118,10 +118,9 @@ def _print_stages(console: Console) -> None:
 
 
 def _render(console: Console, story: Story, rows: list[dict[str, Any]], verdict: Verdict) -> None:
-    if console.is_terminal:
-        from cli.demo.plot import terminal_plot
+    from cli.demo.plot import terminal_plot
 
-        console.print(terminal_plot(story.runs, story.killed.losses, min(console.width, 100)))
+    console.print(terminal_plot(story.runs, story.killed.losses, min(console.width, 100)))
     console.print(make_table(console, _COLUMNS, map(_cells, rows)))
     console.print("passed" if verdict.passed else "failed")
 

@@ -157,8 +157,8 @@ def test_missing_files(path: Path, level: Level) -> None:
 
 
 def test_without_a_manifest_it_is_a_foreign_checkpoint(path: Path) -> None:
-    """Without its index files, that is: they say that it is ours. Without `.metadata` as well, there
-    is no checkpoint."""
+    """Without its index files, that is: they say that it is ours. Without `.metadata` as well,
+    there is no checkpoint."""
     (path / "manifest.json").unlink()
     for index in path.glob("index-*.json"):
         index.unlink()

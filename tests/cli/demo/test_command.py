@@ -53,10 +53,12 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     present(Session(), GOOD, None)
     captured = capsys.readouterr()
-    heading, first, second, verdict = captured.out.splitlines()
+    *plot, heading, first, second, verdict = captured.out.splitlines()
+    assert "loss" in plot[0]
+    assert "\x1b" not in captured.out
     assert heading.split()[:3] == ["run", "topology", "ranks"]
     assert "uninterrupted" in first
     assert second.split()[-3:] == ["8.0", "MiB", "9.0"]
