@@ -24,7 +24,7 @@ from ckpt.commit import PendingCheckpoint, check_coverage
 from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader
 from ckpt.data_file import DataFileWriter
 from ckpt.errors import CheckpointError, DestinationExistsError, UsageError
-from ckpt.formats.dcp import encode_metadata
+from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import (
     MANIFEST_NAME,
     ChunkEntry,

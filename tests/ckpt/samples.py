@@ -9,7 +9,7 @@ import torch
 
 from ckpt.commit import PendingCheckpoint, check_coverage
 from ckpt.data_file import DataFileWriter
-from ckpt.formats.dcp import encode_metadata
+from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import (
     ChunkEntry,
     FileEntry,

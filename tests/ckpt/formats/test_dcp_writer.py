@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt.dtypes import DTYPES
-from ckpt.formats import dcp as with_torch
 from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import ChunkEntry, Index, TensorEntry
 from ckpt.reshard import execute_reshard, plan_reshard
 from ckpt.storage import open_storage
 from ckpt.topology import parse_mesh
 from tests.ckpt.builder import build_checkpoint, place, random_bytes, read_tensors
+from tests.reference import dcp_metadata as with_torch
 
 sizes = st.lists(st.one_of(st.integers(0, 5), st.just(2**40)), max_size=3).map(tuple)
 
