@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.background import SaveHandle, async_save
     from ckpt.checkpoint import open_checkpoint
     from ckpt.errors import (
         CheckpointError,
@@ -36,8 +37,10 @@ __all__ = [
     "LockedError",
     "NotAuthorisedError",
     "NotFoundError",
+    "SaveHandle",
     "TryAgainError",
     "UsageError",
+    "async_save",
     "execute_reshard",
     "load",
     "open_checkpoint",
@@ -55,8 +58,10 @@ _MODULES = {
     "LockedError": "ckpt.errors",
     "NotAuthorisedError": "ckpt.errors",
     "NotFoundError": "ckpt.errors",
+    "SaveHandle": "ckpt.background",
     "TryAgainError": "ckpt.errors",
     "UsageError": "ckpt.errors",
+    "async_save": "ckpt.background",
     "execute_reshard": "ckpt.reshard",
     "load": "ckpt.loading",
     "open_checkpoint": "ckpt.checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
+from ckpt.background import InFlight, SaveHandle
 from ckpt.checkpoint import open_checkpoint
+from ckpt.commit import Destination
 from ckpt.coordinator import (
     LEADER,
     TIMEOUT,
@@ -22,6 +25,8 @@ from ckpt.coordinator import (
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
 from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.manifest import Parent
+from ckpt.preemption import GracePeriod
+from ckpt.progress import OnProgress
 from ckpt.runs import (
     STALE_SECONDS,
     Level,
@@ -36,8 +41,8 @@ from ckpt.runs import (
     scan,
     sweep,
 )
-from ckpt.saving import Destination, SaveReport, write_state
-from ckpt.state.capture import PlanCache, capture_state
+from ckpt.saver import Saver
+from ckpt.saving import SaveReport
 from ckpt.state.part import Redistribute
 from ckpt.storage import Storage, open_storage
 
@@ -54,6 +59,8 @@ class CheckpointManager:
     multiples of it stay too. `level`: what a checkpoint must pass to be found by `load` and
     `latest`, see `ckpt.runs.problem_of`. `stale_seconds`: after how long without a write the
     leftovers of a save that died are swept. `require_finite`: refuse to save infinities and NaN.
+    `in_flight`: what `async_save` does while another one is in flight: `wait` for it, or `refuse`
+    with a TryAgainError. `timeout`: how long a rank waits for another one.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class CheckpointManager:
         level: Level = "sizes",
         stale_seconds: float = STALE_SECONDS,
         require_finite: bool = False,
+        in_flight: InFlight = "wait",
         timeout: timedelta = TIMEOUT,
     ) -> None:
         for option, value in (("keep_last", keep_last), ("keep_every", keep_every)):
@@ -77,9 +85,16 @@ class CheckpointManager:
         self._keep_every = keep_every
         self._level: Level = level
         self._stale_seconds = stale_seconds
-        self._require_finite = require_finite
         self._parent: Parent | None = None
-        self._plans = PlanCache()
+        self._grace: GracePeriod | None = None
+        self._closed = False
+        self._saver = Saver(
+            self._coordinator,
+            require_finite=require_finite,
+            in_flight=in_flight,
+            timeout=timeout,
+            after=self._tidy,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -90,28 +105,66 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+            return
+        # A failed save in the background was logged; it must not hide the error under way.
+        with contextlib.suppress(CheckpointError):
+            self.close()
 
     def close(self) -> None:
-        """Give the process group back."""
-        self._coordinator.close()
+        """Wait for a save in flight, and give the process groups back.
+
+        Raises what made that save fail, unless it was raised before. Again, it does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._saver.close()
+        finally:
+            self._coordinator.close()
 
     # ---------------------------------------------------------------------------------------- save
 
-    def save(self, step: int, **state: Any) -> SaveReport:
+    def save(self, step: int, *, on_progress: OnProgress | None = None, **state: Any) -> SaveReport:
         """Save `model=..., optimizer=..., ...` as the checkpoint of `step`. See `ckpt.save`.
 
         Afterwards, checkpoints that need not be kept are removed; should that fail, a warning says
-        so, since the new checkpoint is there.
+        so, since the new checkpoint is there. Waits for a save in flight, and raises what made that
+        one fail.
         """
-        captured = capture_state(state, self._coordinator, self._plans, self._require_finite)
-        destination = Destination(self.storage, checkpoint_name(step), step, self._parent)
-        report = write_state(captured, destination, self._coordinator)
-        if self._coordinator.rank == LEADER:
-            self._tidy()
-        return report
+        return self._saver.save(self._destination(step), state, on_progress)
+
+    def async_save(
+        self, step: int, *, on_progress: OnProgress | None = None, **state: Any
+    ) -> SaveHandle:
+        """Like `save`, but returns as soon as the state has been copied to host memory, which is
+        kept for the next time; a thread with a process group of its own writes and commits it.
+
+        What was saved may change at once. One save is in flight at a time: see `in_flight`. What
+        makes it fail is logged, and raised by `wait()` of the handle or, on every rank, by the next
+        call of `save`, `async_save`, `load`, `latest` or `close`.
+        """
+        return self._saver.async_save(self._destination(step), state, on_progress)
+
+    def grace_period(self, seconds: float) -> GracePeriod:
+        """A context in which SIGTERM leaves a save in flight `seconds` to end, see `GracePeriod`:
+        a few less than the scheduler gives. Training should ask `should_stop` in it."""
+        self._grace = GracePeriod(seconds, self._saver)
+        return self._grace
+
+    def should_stop(self) -> bool:
+        """Whether SIGTERM has come to any rank since `grace_period`: the same on all ranks. Then
+        there is time to save and to leave. A (small) collective."""
+        return self._coordinator.any_rank(self._grace is not None and self._grace.received)
+
+    def _destination(self, step: int) -> Destination:
+        return Destination(self.storage, checkpoint_name(step), step, self._parent)
 
     def _tidy(self) -> None:
+        if self._coordinator.rank != LEADER:
+            return
         try:
             sweep(self.storage, self._stale_seconds)
             for name in removable(self.storage, self._keep_last, self._keep_every):
@@ -125,6 +178,7 @@ class CheckpointManager:
     def latest(self, level: Level | None = None) -> RunEntry | None:
         """The newest checkpoint that passes a level, the same on all ranks; None if there is none.
         Broken ones that are newer are reported by a warning."""
+        self._saver.settle()
         wanted = self._level if level is None else level
         return on_leader(
             self._coordinator, "find a checkpoint", lambda: latest(self.storage, wanted)
@@ -146,6 +200,7 @@ class CheckpointManager:
         next older one is taken (not where `step` asks for one); with `strict` it is an error, as it
         is when all are broken. `last_load` has the report. Other options: see `ckpt.load`.
         """
+        self._saver.settle()
         options = LoadOptions(allow_narrowing, redistribute, rng)
         problems: list[str] = []
         for name in on_leader(self._coordinator, "find a checkpoint", lambda: self._names(step)):

@@ -38,6 +38,7 @@ LAYERS = {
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
+        ("progress", "preemption"),
         ("manifest_checks", "formats", "formats.inert_pickle", "state", "state.values"),
         ("manifest", "topology"),
         ("storage.protocol", "storage.local", "storage.remote"),
@@ -54,7 +55,9 @@ LAYERS = {
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),
         ("app_state",),
         ("state.capture", "reading"),
-        ("saving", "loading"),
+        ("saving", "loading", "staging"),
+        ("background",),
+        ("saver",),
         ("manager",),
     ),
 }
@@ -63,6 +66,7 @@ LAYERS = {
 NEEDS_TORCH = (
     *("ckpt.app_state", "ckpt.state.", "ckpt.coordinator"),
     *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
+    *("ckpt.staging", "ckpt.background", "ckpt.saver"),
     "ckpt.formats.dcp.",
 )
 
