@@ -349,7 +349,12 @@ def measures(
     return [
         row.result("muon flops, owners", owners["muon"], "even", 1.0, reach=imbalance_reach),
         row.result(
-            "adamw bytes, owners", owners["adamw"], "even", 1.0, note=divisions(plans["adamw"])
+            "adamw bytes, owners",
+            owners["adamw"],
+            "even",
+            1.0,
+            reach=imbalance_reach,
+            note=divisions(plans["adamw"]),
         ),
         row.result(
             "flops, busiest rank",
