@@ -53,7 +53,7 @@ _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state and work live on owner replicas.
 
-    A step: preflight (one small all-reduce: who has gradients, same plan, no problem), then the
+    A step: preflight (one small exchange: who has gradients, same plan, no problem), then the
     executor's stages. See `hyperopt.executor` for the phases of communication.
 
     Subclasses give a rule, defaults, and `validate_group`. Parameters may be plain tensors or
