@@ -31,11 +31,11 @@ class StepError(RuntimeError):
     """A hook raised on some rank in the middle of a step. Raised on all of them."""
 
 
-def presence(gradient: Tensor | None, local: Tensor) -> int:
+def presence(parameter: Tensor) -> int:
     """What a rank knows of a gradient: a rank without elements takes its peers' answer."""
-    if gradient is not None:
+    if parameter.grad is not None:
         return _PRESENT
-    return _ABSENT if local.numel() else _UNKNOWN
+    return _ABSENT if local_tensor(parameter).numel() else _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +162,7 @@ def agree_on_step(
     active = [False] * len(parameters)
     sent: set[int] = set()
     for domain in domains:
-        answers = [
-            presence(parameters[i].grad, local_tensor(parameters[i])) for i in domain.members
-        ]
+        answers = [presence(parameters[i]) for i in domain.members]
         members = [names[i] for i in domain.members]
         ballot = Ballot(answers, members, digest, problem, send_parameters)
         agreed, sends = agree_on_presence(ballot, domain.group)
