@@ -12,11 +12,12 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from ckpt.errors import CheckpointError, NotFoundError
-from ckpt.manifest import MANIFEST_NAME, Manifest
+from ckpt.manifest import MANIFEST_NAME
 from ckpt.marks import read_marks, sweep_readers
+from ckpt.metrics import recorded_metrics
 from ckpt.retention import Candidate, Decision, Retention, plan_retention
 from ckpt.runs import (
     PENDING,
@@ -28,25 +29,9 @@ from ckpt.runs import (
     step_of,
     trashed_name,
 )
-from ckpt.state.values import decode_value
 from ckpt.storage import Storage, StoredFile
 
 log = logging.getLogger(__name__)
-
-METRICS = "metrics"
-"""The extra under which a manifest has the metrics of its step."""
-
-
-def recorded_metrics(manifest: Manifest) -> dict[str, float]:
-    """The metrics that were given when the checkpoint was saved; other values are left out."""
-    values = decode_value(manifest.extras.get(METRICS), METRICS)
-    if not isinstance(values, Mapping):
-        return {}
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -85,6 +70,15 @@ class Census:
             )
         return out
 
+    def forget_broken(self, names: Collection[str]) -> bool:
+        """Look at checkpoints anew; whether any was taken for good and is not."""
+        found = [
+            self._examine(file)
+            for _, file in self._newest_first()
+            if file.name in names and (file.name, file.modified) in self._known
+        ]
+        return None in found
+
     def _newest_first(self) -> list[tuple[int, StoredFile]]:
         found = [
             (step, file)
@@ -110,8 +104,16 @@ class Census:
 
 
 def plan_cleanup(census: Census, retention: Retention) -> tuple[Decision, ...]:
-    """What retention decides about every checkpoint of a run, newest first. Changes nothing."""
-    return plan_retention(census.take(max(retention.keep_last or 0, 1)), retention)
+    """What retention decides about every checkpoint of a run, newest first. Changes nothing.
+
+    What would go is looked at once more: a broken checkpoint stays, also if it was good before.
+    """
+    while True:
+        candidates = census.take(max(retention.keep_last or 0, 1))
+        decisions = plan_retention(candidates, retention)
+        going = {decision.name for decision in decisions if not decision.keep}
+        if not census.forget_broken(going):
+            return decisions
 
 
 def remove_planned(root: Storage, decisions: Iterable[Decision]) -> list[str]:

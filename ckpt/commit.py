@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
 
 import msgspec
 import xxhash
@@ -16,6 +18,7 @@ from ckpt.errors import (
     LockedError,
     UsageError,
 )
+from ckpt.lease import RunLease
 from ckpt.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -26,6 +29,7 @@ from ckpt.manifest import (
     encode_manifest,
     read_manifest,
 )
+from ckpt.metrics import METRICS, encode_metrics
 from ckpt.names import name_problem
 from ckpt.storage import Storage
 from ckpt.storage.local import LocalStorage
@@ -40,17 +44,45 @@ SAVE_ID = "save"
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a checkpoint goes: a directory `name` under `root`, its step, and its parent."""
+    """Where a checkpoint goes: a directory `name` under `root`, its step, and its parent.
+
+    `lease` is the right to write there, where it is a run; `metrics` are those of the step.
+    """
 
     root: Storage
     name: str
     step: int | None = None
     parent: Parent | None = None
+    lease: RunLease | None = None
+    metrics: Mapping[str, SupportsFloat] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         """The checkpoint, as shown to people."""
         return self.root.child(self.name).url
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What the manifest records beside the state. UsageError for metrics that are none."""
+        return {METRICS: encode_metrics(self.metrics)} if self.metrics else {}
+
+    def claim(self) -> None:
+        """Make sure, before anything is written, that this job may write here. LockedError, saying
+        who, if another job writes this run."""
+        if self.lease is not None:
+            self.lease.acquire()
+            self.lease.check()
+
+    def check_writer(self) -> None:
+        """LockedError, saying who, if another job has taken over this run since it was claimed."""
+        if self.lease is not None:
+            self.lease.check()
+
+    def check(self) -> None:
+        """Everything that can be known before there is any data: rights, name, metrics."""
+        self.claim()
+        self.check_absent()
+        encode_metrics(self.metrics)
 
     def check_absent(self) -> None:
         """Raises DestinationExistsError if a checkpoint of this name is there."""
@@ -126,10 +158,16 @@ class PendingCheckpoint:
         stores one that no other attempt at this checkpoint uses."""
         return name if self._renames else f"{self._token}/{name}"
 
-    def commit(self, manifest: Manifest, metadata: bytes | None = None) -> Manifest:
+    def commit(
+        self,
+        manifest: Manifest,
+        metadata: bytes | None = None,
+        last_check: Callable[[], None] = lambda: None,
+    ) -> Manifest:
         """Make it a checkpoint, and return the manifest as it was written.
 
         `manifest` lists what the writers wrote (not `.metadata`, whose contents `metadata` are).
+        `last_check` raises if it must not become one; nothing slow follows before it does.
         LockedError if another writer committed this name first: it says who, and this attempt is
         removed. CorruptError if a listed file is missing or has another size. After any error the
         checkpoint is not there, unless the very last sync failed.
@@ -140,8 +178,9 @@ class PendingCheckpoint:
         data = encode_manifest(manifest)
         self._check_files(manifest)
         if self._renames:
-            self._commit_by_rename(manifest, data, metadata)
+            self._commit_by_rename(manifest, data, metadata, last_check)
         else:
+            last_check()
             self._commit_by_create(data, metadata)
         return decode_manifest(data, MANIFEST_NAME)
 
@@ -157,7 +196,13 @@ class PendingCheckpoint:
                     f"but its writer reported {entry.size}"
                 )
 
-    def _commit_by_rename(self, manifest: Manifest, data: bytes, metadata: bytes | None) -> None:
+    def _commit_by_rename(
+        self,
+        manifest: Manifest,
+        data: bytes,
+        metadata: bytes | None,
+        last_check: Callable[[], None],
+    ) -> None:
         # A loser should not spend its time on syncing; the rename below is what decides.
         if self._root.exists(self._name):
             raise self._lost()
@@ -167,6 +212,7 @@ class PendingCheckpoint:
             self.storage.sync_directory(directory)
         _write(self.storage, MANIFEST_NAME, data)
         self.storage.sync_directory()
+        last_check()
         try:
             self._root.rename(self._directory, self._name)
         except FileExistsError:

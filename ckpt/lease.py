@@ -7,8 +7,8 @@
     epoch-00000003.released       the job has ended and wants it no more
 
 A job claims the run by creating the file of the next epoch, which only one can do on any store.
-Before that it makes sure that the last one is released, has ended, or has let its lease expire. From
-then on the older job is refused when it wants to commit, whether it was paused, cut off or slow.
+Before that it makes sure that the last one is released, has ended, or has let its lease expire.
+From then on the older job is refused when it wants to commit: it was paused, cut off, or slow.
 
 No clocks are compared. A lease is expired when a watcher has seen no new sign of life for its whole
 length, by the watcher's own monotonic clock. Only where the last sign of life is older than
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import time
 import uuid
@@ -127,7 +128,8 @@ def _read_claim(root: Storage, name: str) -> Claim:
         return msgspec.json.decode(root.read(name), type=Claim)
     except msgspec.MsgspecError as error:
         raise CorruptError(
-            f"{root.url}/{name}: does not say who writes this run ({error}); remove it if no job does"
+            f"{root.url}/{name}: does not say who writes this run ({error}); if no job does, "
+            "remove it"
         ) from None
 
 
@@ -153,6 +155,7 @@ class RunLease:
         self._clock = clock or Clock()
         self._beat = 0
         self._heartbeat: Heartbeat | None = None
+        self._pid = os.getpid()
         self.claim: Claim | None = None
 
     def acquire(self) -> Claim:
@@ -173,7 +176,7 @@ class RunLease:
             claimed=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self._create(claim)
-        self.claim = claim
+        self.claim, self._pid = claim, os.getpid()
         self._remove_older(claim.epoch)
         interval = self._lease_seconds / BEATS_PER_LEASE
         self._heartbeat = Heartbeat(f"renewing the claim of {self._root.url}", self.renew, interval)
@@ -268,7 +271,10 @@ class RunLease:
         )
 
     def release(self) -> None:
-        """Give the run back, so that another job need not wait. Nothing if it was not claimed."""
+        """Give the run back, so that another job need not wait. Nothing if it was not claimed, or
+        in a process that was forked from the one that claimed it."""
+        if os.getpid() != self._pid:
+            return
         claim, self.claim = self.claim, None
         if self._heartbeat is not None:
             self._heartbeat.stop()

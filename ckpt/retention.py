@@ -23,7 +23,7 @@ class KeepBest:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise UsageError(f"keep_best: mode {self.mode!r} is none of {', '.join(get_args(Mode))}")
+            raise UsageError(f"keep_best: mode {self.mode!r} is not one of {get_args(Mode)}")
         if self.n < 1:
             raise UsageError(f"keep_best: n={self.n}: must be at least 1")
 
@@ -125,7 +125,7 @@ def _rules(
 
 
 def _best(good: Iterable[Candidate], rule: KeepBest | None) -> dict[str, int]:
-    """The best ones by name, with their ranks from 1. `good` is newest first, and sorting stable."""
+    """The best ones by name, ranked from 1. `good` is newest first, and sorting is stable."""
     if rule is None:
         return {}
     sign = 1.0 if rule.mode == "min" else -1.0

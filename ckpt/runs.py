@@ -1,8 +1,8 @@
 """The checkpoints of a run, as its directory shows them. No torch.
 
 A directory with a manifest is committed. `.pending-<name>-<token>` is a save in flight or its
-leftovers; `.trash-<name>-<token>` a checkpoint that retention is removing; `.run` has who writes the
-run (`ckpt.lease`), pins and readers (`ckpt.marks`).
+leftovers; `.trash-<name>-<token>` a checkpoint that retention is removing; `.run` says who writes
+the run (`ckpt.lease`), what is pinned and who reads (`ckpt.marks`).
 """
 
 from __future__ import annotations

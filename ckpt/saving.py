@@ -244,7 +244,8 @@ def _commit(
     indexes = [decode_index(r.index, f"rank {i}") for i, r in enumerate(receipts) if r.index]
     check_coverage(manifest.tensors, indexes)
     metadata = encode_metadata(manifest.tensors, indexes, captured.names)
-    return _report(pending.commit(manifest, metadata), destination)
+    committed = pending.commit(manifest, metadata, destination.check_writer)
+    return _report(committed, destination)
 
 
 def _report(manifest: Manifest, destination: Destination) -> SaveReport:
@@ -273,7 +274,7 @@ def _manifest(
         groups=records.groups,
         ownership=records.ownership,
         absent=records.absent,
-        extras=dict(captured.extras),
+        extras={**captured.extras, **destination.extras},
         parent=destination.parent,
     )
 

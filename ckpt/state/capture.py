@@ -131,7 +131,7 @@ def capture_state(
 
     def take() -> _Claim:
         if options.destination is not None and coordinator.rank == LEADER:
-            options.destination.check_absent()
+            options.destination.check()
         taken.append(_take(state, cache, coordinator.world_size))
         return taken[0].claim
 

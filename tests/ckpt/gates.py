@@ -31,6 +31,10 @@ class GatedStorage(LocalStorage):
 
     @contextmanager
     def create(self, name: str) -> Iterator[Writer]:
+        if name.startswith(".run/"):  # a claim, not data
+            with super().create(name) as writer:
+                yield writer
+            return
         self.reached.set()
         assert self.gate.wait(30), f"nobody let {name} through"
         with super().create(name) as writer:

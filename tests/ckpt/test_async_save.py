@@ -24,6 +24,7 @@ from ckpt.runs import checkpoint_name, scan
 from ckpt.storage import Storage, open_storage
 from tests.ckpt.faults import Fault, FaultyStorage
 from tests.ckpt.gates import GatedStorage
+from tests.ckpt.listing import names
 from tests.ckpt.states import Net, OwnerOptimizer, assert_model, fill, shard
 from tests.distributed import run_ranks
 
@@ -205,7 +206,7 @@ def test_what_is_refused_before_writing_is_raised_at_once(tmp_path: Path) -> Non
         with pytest.raises(UsageError):
             manager.async_save(3, extra=object())
         assert manager.async_save(4, model=model_of(4)).wait().step == 4
-    assert [path.name for path in sorted(tmp_path.iterdir())] == list(map(checkpoint_name, (1, 4)))
+    assert names(tmp_path) == list(map(checkpoint_name, (1, 4)))
 
 
 # ----------------------------------------------------------------------------------------- failures
@@ -260,7 +261,7 @@ def test_a_failure_on_one_rank_is_raised_by_the_next_call_on_every_rank(tmp_path
     for message in results[0]:
         assert f"cannot save {checkpoint_name(2)}: rank 2: extra/rank-00002.pt: " in message
         assert "No space left on device" in message
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
+    assert names(tmp_path) == [checkpoint_name(1)]
 
 
 def only_one_rank_waits(root: str) -> tuple[str, int | None]:
@@ -329,7 +330,7 @@ def test_a_program_that_ends_completes_its_saves_or_says_why_not(tmp_path: Path)
     assert bool((extra["t"] == 1).all())
     assert "in the background failed: CheckpointError" in done.stderr
     assert "Input/output error" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
+    assert names(tmp_path) == [checkpoint_name(1)]
 
 
 def destroyed_too_early(root: str) -> str:

@@ -13,6 +13,7 @@ from ckpt.manager import CheckpointManager
 from ckpt.progress import STEP_BYTES, WriteProgress
 from ckpt.saving import save
 from ckpt.storage.local import LocalStorage
+from tests.ckpt.listing import names
 from tests.distributed import run_ranks
 
 
@@ -80,7 +81,7 @@ def test_no_room_is_found_out_before_anything_is_written(tmp_path: Path) -> None
         manager.save(1, extra={"t": torch.ones(1000)})
         with pytest.raises(CheckpointError, match=r"needs 4,004 bytes of data, and .*run has 4,0"):
             manager.async_save(2, extra={"t": torch.ones(1001)})
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
+    assert names(tmp_path / "run") == ["step-00000001"]
 
 
 def test_free_bytes_of_a_root_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -109,4 +110,4 @@ def test_what_is_not_finite_is_named_with_its_rank(tmp_path: Path) -> None:
         assert "rank " in blocking
         assert "extra.t3: 1 of " in blocking
         assert "nothing was written" in blocking
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
