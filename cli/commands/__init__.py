@@ -9,6 +9,8 @@ from cli.commands.diff import diff
 from cli.commands.inspect import inspect
 from cli.commands.latest import latest
 from cli.commands.ls import ls
+from cli.commands.pin import pin, unpin
+from cli.commands.prune import prune
 from cli.commands.reshard import reshard
 from cli.commands.verify import verify
 
@@ -18,6 +20,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "diff": diff,
     "latest": latest,
+    "prune": prune,
+    "pin": pin,
+    "unpin": unpin,
     "reshard": reshard,
     "demo": demo,
 }
