@@ -108,7 +108,7 @@ def _emit(
     ]
 
     def render(console: Console) -> None:
-        cells = ((r["step"], r["name"], r["fate"], ", ".join(r["reasons"])) for r in rows)
+        cells = ((d.step, d.name, _fate(d, removed, dry_run), ", ".join(d.reasons)) for d in plan)
         console.print(make_table(console, _COLUMNS, cells))
 
     document = {"root": root, "dry_run": dry_run, "removed": len(removed), "checkpoints": rows}

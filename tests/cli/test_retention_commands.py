@@ -151,4 +151,6 @@ def test_a_manifest_that_is_a_directory(
     told = Told(capsys, command, manifest.parent)
     assert told.code == 12
     assert "manifest.json: is a directory, where a checkpoint has a file" in told.err
-    assert Told(capsys, "ls", run, "--json").document["checkpoints"][0]["state"] == "broken"
+    rows = {row["name"]: row for row in Told(capsys, "ls", run, "--json").document["checkpoints"]}
+    assert rows["step-00000010"]["state"] == "broken"
+    assert "is a directory" in rows["step-00000010"]["problem"]
