@@ -90,14 +90,15 @@ class Known:
 
 
 losses = st.sampled_from([0.5, 1.0, 2.0, math.nan])
-retentions = st.builds(
-    Retention,
-    st.one_of(st.none(), st.integers(1, 3)),
-    st.one_of(st.none(), st.integers(2, 4)),
-    st.one_of(
-        st.none(),
-        st.builds(KeepBest, st.just("loss"), st.sampled_from(("min", "max")), st.integers(1, 2)),
-    ),
+retentions = st.sampled_from(
+    [
+        Retention(),
+        Retention(keep_last=1),
+        Retention(keep_last=2, keep_every=3),
+        Retention(keep_best=KeepBest("loss")),
+        Retention(keep_every=4, keep_best=KeepBest("loss", "max", 2)),
+        Retention(keep_last=1, keep_best=KeepBest("loss", "min", 2)),
+    ]
 )
 
 
@@ -141,7 +142,7 @@ class Run(RuleBasedStateMachine):
         found = scan(open_storage(self.root))
         return {e.step for e in found if e.status != "pending" and e.step is not None}
 
-    # ----------------------------------------------------------------------------------- what happens
+    # -------------------------------------------------------------------------------- what happens
 
     @rule(loss=losses)
     def save(self, loss: float) -> None:
@@ -229,7 +230,7 @@ class Run(RuleBasedStateMachine):
         sweep(open_storage(self.root), stale_seconds=0.0)
         assert not list(self.root.glob(".trash-*"))
 
-    # ------------------------------------------------------------------------------ what always holds
+    # --------------------------------------------------------------------------- what always holds
 
     @invariant()
     def what_is_there_is_what_is_known(self) -> None:
@@ -253,7 +254,7 @@ class Run(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-SHORT = settings(max_examples=8, stateful_step_count=14, derandomize=True, deadline=None)
+SHORT = settings(max_examples=12, stateful_step_count=14, derandomize=True, deadline=None)
 LONG = settings(max_examples=3000, stateful_step_count=60, deadline=None)
 
 
