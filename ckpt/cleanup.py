@@ -106,13 +106,14 @@ class Census:
 def plan_cleanup(census: Census, retention: Retention) -> tuple[Decision, ...]:
     """What retention decides about every checkpoint of a run, newest first. Changes nothing.
 
-    What would go is looked at once more: a broken checkpoint stays, also if it was good before.
+    What would go, and what it goes for, is looked at once more: a broken checkpoint stays and is
+    not counted, also if it was good before.
     """
     while True:
         candidates = census.take(max(retention.keep_last or 0, 1))
         decisions = plan_retention(candidates, retention)
-        going = {decision.name for decision in decisions if not decision.keep}
-        if not census.forget_broken(going):
+        matter = {d.name for d in decisions if not d.keep or d.best is not None}
+        if all(d.keep for d in decisions) or not census.forget_broken(matter):
             return decisions
 
 

@@ -65,11 +65,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether a checkpoint stays, and every reason for that (none if it goes)."""
+    """Whether a checkpoint stays, and every reason for that (none if it goes). `best` is its rank
+    by the metric, from 1, if it stays for that, and so another one does not."""
 
     name: str
     step: int
     reasons: tuple[str, ...]
+    best: int | None = None
 
     @property
     def keep(self) -> bool:
@@ -88,7 +90,7 @@ def plan_retention(candidates: Iterable[Candidate], retention: Retention) -> tup
     newest = {candidate.name for candidate in good[: retention.keep_last or 0]}
     best = _best(good, retention.keep_best)
     return tuple(
-        Decision(candidate.name, candidate.step, tuple(reasons))
+        Decision(candidate.name, candidate.step, tuple(reasons), best.get(candidate.name))
         for candidate in ordered
         for reasons in [
             [

@@ -105,13 +105,14 @@ retentions = st.sampled_from(
 class Run(RuleBasedStateMachine):
     """The model is `self.known`: every checkpoint that is there, by its step."""
 
-    @initialize(retention=retentions)
-    def begin(self, retention: Retention) -> None:
+    @initialize(retention=retentions, several=st.lists(losses, min_size=2, max_size=4))
+    def begin(self, retention: Retention, several: list[float]) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="run-"))
         self.known: dict[int, Known] = {}
         self.step = 0
         self.retention = retention
         self.manager = self._start(Life())
+        self.save(several)
 
     def _start(self, life: Life) -> CheckpointManager:
         rules = self.retention
@@ -144,8 +145,12 @@ class Run(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------- what happens
 
-    @rule(loss=losses)
-    def save(self, loss: float) -> None:
+    @rule(several=st.lists(losses, min_size=1, max_size=3))
+    def save(self, several: list[float]) -> None:
+        for loss in several:
+            self._save(loss)
+
+    def _save(self, loss: float) -> None:
         self.step += 1
         self.manager.save(self.step, metrics={"loss": loss}, extra={"step": self.step})
         self.known[self.step] = Known(loss)
@@ -254,7 +259,7 @@ class Run(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-SHORT = settings(max_examples=12, stateful_step_count=14, derandomize=True, deadline=None)
+SHORT = settings(max_examples=15, stateful_step_count=16, derandomize=True, deadline=None)
 LONG = settings(max_examples=3000, stateful_step_count=60, deadline=None)
 
 
