@@ -48,6 +48,7 @@ from hyperopt.state_dicts import (
     to_nested,
     wrap_states,
 )
+from hyperopt.torch_hooks import with_load_hooks, with_state_dict_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -305,6 +306,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------- torch's form
 
+    @with_state_dict_hooks
     def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
@@ -312,6 +314,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
         this rank does not own goes with the dict.
         """
+        return self._index_keyed(localize)
+
+    def _index_keyed(self, localize: bool) -> dict[str, Any]:
         ready = self._ready()
         with torch.no_grad():
             states = self._complete_states()
@@ -319,14 +324,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return to_index_keyed(state, self.param_groups)
 
     def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
-        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
-        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+        """The state by FQN. Collective. Flat: `state.<fqn>.<key>` and `param_groups.<fqn>.<name>`;
+        nested: `state` and `param_groups`, with FQNs for indices. Runs no state-dict hooks, since
+        these belong to torch's form.
 
         Raises:
             ValueError: when the parameters were given without names.
         """
         self.require_names()
-        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        nested = to_nested(self._index_keyed(localize), self._assembly.names)
         return to_flat(nested) if flatten else nested
 
     def require_names(self) -> None:
@@ -359,6 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Free the state that is here only because it was synchronized. No collective."""
         self._store.synced = None
 
+    @with_load_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.

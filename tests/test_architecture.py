@@ -27,14 +27,14 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks"),
+        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading"),
         ("assembly",),
         ("distributed",),
-        ("muon", "adamw", "chained", "recipes"),
+        ("muon", "adamw", "chained_views", "chained", "recipes"),
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
