@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -94,11 +95,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replicate_group = replicate_group
         self._plan_config = plan or PlanConfig()
         self._store = StateStore()
-        self._groups_changed = False
         self._steps = 0
         self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
         self._assembly = self._assemble()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -117,7 +120,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         if not self._rule.step_per_parameter:
             group.setdefault(STEP, 0)
-        self._groups_changed = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group_names(group)
@@ -163,13 +165,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
         )
-        self._groups_changed = False
         if comm.current_rank() == 0:
             logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
         return assembly
 
     def _ready(self) -> Assembly:
-        if self._groups_changed:
+        present = [p for group in self.param_groups for p in group["params"]]
+        planned = self._assembly.parameters
+        if len(present) != len(planned) or any(map(operator.is_not, present, planned)):
             raise RuntimeError(
                 "parameter groups changed: call reset_optimizer_parameters() on every rank"
             )
@@ -278,12 +281,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty
-        one."""
+        one. Raises RuntimeError for gradients that are gone since the preflight."""
         gradients: dict[int, Tensor] = {}
         for index, parameter in enumerate(self._assembly.parameters):
             if active[index]:
                 gradient = parameter.grad
                 local = local_tensor(parameter)
+                if gradient is None and local.numel():
+                    raise RuntimeError(
+                        f"{self._assembly.names[index]} had a gradient in the preflight and has "
+                        "none now: a step pre-hook that removes gradients belongs to the chain, "
+                        "not to its member"
+                    )
                 gradients[index] = (
                     torch.empty_like(local) if gradient is None else local_tensor(gradient)
                 )
