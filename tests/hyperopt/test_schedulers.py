@@ -71,7 +71,7 @@ def groups_of(model: nn.Module, learning_rate: Callable[[float], Any]) -> dict[s
     }
 
 
-def members_of(model: nn.Module, learning_rate: Callable[[float], Any]) -> dict[str, Optimizer]:
+def members_of(model: nn.Module, learning_rate: Callable[[float], Any]) -> dict[str, Any]:
     groups = groups_of(model, learning_rate)
     return {"muon": Muon(groups["muon"]), "adamw": DistributedAdamW(groups["adamw"])}
 
@@ -115,6 +115,11 @@ def test_a_loaded_rate_is_not_the_saved_tensor() -> None:
         fresh = ChainedOptimizer(model, members_of(model, torch.tensor))
         fresh.load_state_dict(saved)
         assert [float(g["lr"]) for g in fresh.param_groups] == pytest.approx([0.01, 0.01])
+    muon, other = members_of(model, torch.tensor)["muon"], members_of(model, torch.tensor)["muon"]
+    flat = muon.named_state_dict()
+    muon.load_state_dict(flat)
+    other.load_state_dict(flat)
+    assert muon.param_groups[0]["lr"] is not other.param_groups[0]["lr"]
 
 
 def test_members_have_schedulers_of_their_own() -> None:

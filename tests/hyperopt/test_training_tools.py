@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -268,8 +269,12 @@ def reloaded() -> bool:
     assert storage_bytes(chain) == held > 0
     again = report(model, chain)
     assert all(torch.equal(again[name], value) for name, value in values.items())
-    state = chain.state_dict()["state"]
-    return any(isinstance(t, DTensor) for entry in state.values() for t in entry.values())
+    saved = chain.state_dict()
+    chain.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    again = report(model, chain)
+    assert all(torch.equal(again[name], value) for name, value in values.items())
+    entries = saved["state"].values()
+    return any(isinstance(t, DTensor) for entry in entries for t in entry.values())
 
 
 def test_loading_its_own_state_is_harmless() -> None:
