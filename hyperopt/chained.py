@@ -22,7 +22,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.preflight import PreflightError
+from hyperopt.preflight import Agreement, PreflightError
 from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
 from hyperopt.torch_hooks import with_load_hooks, with_own_step_hooks, with_state_dict_hooks
 
@@ -230,10 +230,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 member.step()
         return loss
 
-    def _preflight(self) -> dict[str, list[bool]]:
+    def _preflight(self) -> dict[str, Agreement]:
         """Every member's preflight before any of them changes anything. All run, also after an
         error, so that ranks of different meshes stay together; then the first error is raised."""
-        agreed: dict[str, list[bool]] = {}
+        agreed: dict[str, Agreement] = {}
         errors: list[PreflightError] = []
         for name, member in self._distributed().items():
             try:
