@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -208,3 +209,42 @@ def test_defaults_of_a_chain_are_what_its_members_share() -> None:
     assert "betas" not in chain.defaults
     assert chain.defaults.get("momentum", 0.0) == 0.0
     assert "lr" in repr(chain.defaults)
+
+
+# ----------------------------------------------------------------------------------------- resuming
+
+
+def advance(model: nn.Module, chain: ChainedOptimizer, scheduler: Any, steps: range) -> list[Any]:
+    rows = []
+    for step in steps:
+        backward(model, step)
+        rows.append([float(group["lr"]) for group in chain.param_groups])
+        chain.step()
+        chain.zero_grad()
+        scheduler.step()
+    return [*rows, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("learning_rate", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("order", ["scheduler first", "state first"])
+def test_a_schedule_resumes(order: str, learning_rate: Callable[[float], Any]) -> None:
+    """Into a fresh chain, by the scheduler's own state or by the epoch that it is told."""
+    model = build_model(None)
+    chain = ChainedOptimizer(model, members_of(model, learning_rate))
+    scheduler = schedulers.CosineAnnealingLR(chain, 8)
+    advance(model, chain, scheduler, range(3))
+    saved = (model.state_dict(), chain.state_dict(), scheduler.state_dict())
+    weights, state, position = copy.deepcopy(saved)
+    expected = advance(model, chain, scheduler, range(3, 6))
+    other = build_model(None)
+    fresh = ChainedOptimizer(other, members_of(other, learning_rate))
+    other.load_state_dict(weights)
+    if order == "scheduler first":
+        again = schedulers.CosineAnnealingLR(fresh, 8)
+        fresh.load_state_dict(state)
+        again.load_state_dict(position)
+    else:
+        fresh.load_state_dict(state)
+        again = schedulers.CosineAnnealingLR(fresh, 8, last_epoch=position["last_epoch"] - 1)
+    found = advance(other, fresh, again, range(3, 6))
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
