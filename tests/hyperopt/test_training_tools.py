@@ -20,6 +20,7 @@ from hyperopt.layout import local_tensor
 from tests.distributed import run_ranks
 from tests.hyperopt.models import Model, backward, build_model
 from tests.hyperopt.worlds import make_parameters, place, whole
+from tests.test_docs import code_blocks
 
 Mesh = tuple[int, int] | None
 OPTIONS = {"muon": {"ns_dtype": torch.float32}, "adamw": {"lr": 1e-2}}
@@ -124,6 +125,37 @@ def found_infinity(scaler: Callable[..., torch.amp.GradScaler]) -> tuple[bool, f
 
 def test_placements_that_differ_need_the_sharded_scaler() -> None:
     assert run_ranks(found_infinity, 2, ShardedGradScaler) == [(True, 2.0)] * 2
+
+
+def clip_of_the_manual() -> Callable[[list[nn.Parameter], float], Tensor]:
+    (program,) = [b for b in code_blocks("docs/optimizers.md", "python") if "def clip" in b]
+    names: dict[str, Any] = {}
+    exec(program, names)
+    found: Callable[[list[nn.Parameter], float], Tensor] = names["clip_over_meshes"]
+    return found
+
+
+def clipped_over_meshes() -> tuple[float, list[Tensor]]:
+    """Gradients of twos on two meshes and in a plain tensor, clipped to a norm of one."""
+    line = init_device_mesh("cpu", (2,))
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    parameters = [
+        nn.Parameter(place(torch.ones(4, 4), line, [0])),
+        nn.Parameter(place(torch.ones(4, 4), grid, [None, 1])),
+        nn.Parameter(torch.ones(3)),
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    norm = clip_of_the_manual()(parameters, 1.0)
+    return float(norm), [whole(p.grad) for p in parameters if p.grad is not None]
+
+
+def test_one_norm_over_several_meshes() -> None:
+    expected = (4.0 * 35) ** 0.5
+    for norm, gradients in run_ranks(clipped_over_meshes, 2):
+        assert norm == pytest.approx(expected)
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, torch.full_like(gradient, 2 / expected))
 
 
 # ---------------------------------------------------------------------------------- many backwards
