@@ -6,13 +6,15 @@ travelled, unless ranks hold different things. No file has been touched.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +27,7 @@ from ckpt.state.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.state.objects import tensor_digest
 from ckpt.state.part import PER_RANK, Snapshot
 from ckpt.state.rng import capture_rng
-from ckpt.state.tensors import LocalTensor, Piece, TensorReader, sub_box
+from ckpt.state.tensors import LocalTensor, Piece, TensorReader, local_part, sub_box
 from ckpt.state.values import tagged
 from ckpt.topology import PlacedTensor
 from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
@@ -40,8 +42,7 @@ def _same_table(one: dict[str, PlacedTensor], other: dict[str, PlacedTensor]) ->
     return list(one) == list(other) and list(one.values()) == list(other.values())
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWrite:
+class PlannedWrite(NamedTuple):
     """One chunk that this rank writes, and its live data."""
 
     chunk: PlannedChunk
@@ -113,6 +114,20 @@ class CaptureOptions:
 _DEFAULTS = CaptureOptions()
 
 
+@contextmanager
+def _no_cycle_search() -> Iterator[None]:
+    """What goes on here makes many small objects and no cycles; looking for cycles in between, as
+    Python does, takes longer than all the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_cycle_search()
 def capture_state(
     state: Mapping[str, Any],
     coordinator: Coordinator,
@@ -141,7 +156,10 @@ def capture_state(
     objects = {name: snapshot for name, snapshot in own.objects.items() if name not in private}
     tensors = _tensors([*own.shared.values(), *objects.values()])
     layout, plan = _agree_on_layout(
-        _layout(own.shared, tensors), [claim.table(objects) for claim in claims], coordinator, cache
+        lambda: _layout(own.shared, tensors),
+        [claim.table(objects) for claim in claims],
+        coordinator,
+        cache,
     )
     records = _agree_on_records(own.records, [claim.records for claim in claims], coordinator)
     plan = _settle_copies(own.copies, [claim.copies for claim in claims], layout, plan, coordinator)
@@ -278,15 +296,19 @@ def _copies(tensors: Mapping[str, LocalTensor]) -> Copies:
 
 
 def _agree_on_layout(
-    own: Layout, digests: Sequence[bytes], coordinator: Coordinator, cache: PlanCache
+    describe: Callable[[], Layout],
+    digests: Sequence[bytes],
+    coordinator: Coordinator,
+    cache: PlanCache,
 ) -> tuple[Layout, WritePlan]:
-    """The layout that all ranks together have, and its plan. A collective where digests differ."""
+    """The layout that all ranks together have, and its plan; `describe` gives this rank's, where it
+    is needed. A collective where digests differ and are new."""
     world_size = coordinator.world_size
     known = cache.get(tuple(digests))
     if known is None:
-        layout = own
+        layout = describe()
         if len(set(digests)) > 1:
-            layout = merge_layouts(gather_distinct(coordinator, digests, own))
+            layout = merge_layouts(gather_distinct(coordinator, digests, layout))
         known = (layout, plan_writes(layout.placed, world_size))
         cache.put(tuple(digests), known)
     return known
@@ -356,14 +378,19 @@ def planned_writes(
 ) -> tuple[PlannedWrite, ...]:
     """The live data of planned chunks. Raises CheckpointError, naming tensor and rank, where this
     rank does not have what its placement says."""
-    return tuple(
-        PlannedWrite(chunk, local.placed.dtype, _data(chunk, local, rank))
-        for chunk in chunks
-        for local in [tensors[chunk.key]]
-    )
+    with torch.no_grad():
+        return tuple(
+            PlannedWrite(chunk, local.placed.dtype, _data(chunk, local, rank))
+            for chunk in chunks
+            for local in [tensors[chunk.key]]
+        )
 
 
 def _data(chunk: PlannedChunk, local: LocalTensor, rank: int) -> torch.Tensor:
+    if local.tensor is not None and local.boxes == (chunk.box,):  # the rule, so made quick
+        data = local_part(local.tensor)
+        if data.shape == chunk.box.sizes:
+            return data
     pieces = local.pieces()
     if len(pieces) == 1 and pieces[0].box == chunk.box:
         return pieces[0].tensor
