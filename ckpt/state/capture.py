@@ -263,7 +263,10 @@ def _private_names(objects: Snapshots, claims: Sequence[_Claim]) -> dict[str, An
 
 
 def _tensors(snapshots: Iterable[Snapshot]) -> dict[str, LocalTensor]:
-    return {key: local for snapshot in snapshots for key, local in snapshot.tensors.items()}
+    tensors: dict[str, LocalTensor] = {}
+    for snapshot in snapshots:
+        tensors.update(snapshot.tensors)
+    return tensors
 
 
 def _placed(tensors: Mapping[str, LocalTensor]) -> dict[str, PlacedTensor]:

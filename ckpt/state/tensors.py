@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():  # entering `no_grad` costs as much as all the rest
         with torch.no_grad():
             return local_part(tensor)
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -104,7 +105,9 @@ class TensorMemory:
         keys, placed, boxes, owned, copies, buffers = self._columns
         live = map(tensors.__getitem__, self._places)
         rows = zip(keys, placed, live, boxes, owned, copies, buffers, strict=True)
-        return dict(zip(keys, map(LocalTensor._make, rows), strict=True))
+        # What `LocalTensor._make` does, without a Python call for each.
+        made: Iterable[LocalTensor] = map(tuple.__new__, repeat(LocalTensor), rows)
+        return dict(zip(keys, made, strict=True))
 
     def keep(
         self,
