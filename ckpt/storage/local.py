@@ -124,15 +124,6 @@ class LocalStorage:
                     f"link {at!r}; give the real directory instead"
                 )
 
-    def free_bytes(self) -> int:
-        """What an ordinary user may still write to the file system of the root (which need not
-        exist yet)."""
-        at = self._root
-        while not at.exists():
-            at = at.parent
-        with self._errors(""):
-            return shutil.disk_usage(at).free
-
     def child(self, name: str) -> LocalStorage:
         """The storage rooted at a sub-directory."""
         self.resolve(name)
