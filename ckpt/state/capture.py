@@ -71,9 +71,9 @@ class CapturedState:
 @dataclass(slots=True)
 class PlanCache:
     """What one save can take over from earlier ones: descriptions of tensors, and layouts and plans
-    by the digests of all ranks' layouts. It keeps no tensor alive."""
+    by the digests of all ranks' layouts (with what narrows them down). It keeps no tensor alive."""
 
-    limit: int = 2
+    limit: int = 4
     reader: TensorReader = field(default_factory=TensorReader)
     _known: dict[tuple[bytes, ...], tuple[Layout, WritePlan]] = field(default_factory=dict)
     _last: dict[str, tuple[dict[str, PlacedTensor], bytes]] = field(default_factory=dict)
@@ -155,14 +155,14 @@ def capture_state(
     private = _private_names(own.objects, claims)
     objects = {name: snapshot for name, snapshot in own.objects.items() if name not in private}
     tensors = _tensors([*own.shared.values(), *objects.values()])
+    tables = tuple(claim.table(objects) for claim in claims)
     layout, plan = _agree_on_layout(
-        lambda: _layout(own.shared, tensors),
-        [claim.table(objects) for claim in claims],
-        coordinator,
-        cache,
+        lambda: _layout(own.shared, tensors), tables, coordinator, cache
     )
     records = _agree_on_records(own.records, [claim.records for claim in claims], coordinator)
-    plan = _settle_copies(own.copies, [claim.copies for claim in claims], layout, plan, coordinator)
+    differing = _differing_copies(own.copies, [claim.copies for claim in claims], coordinator)
+    if differing:
+        plan = _without_copies(layout, differing, tables, cache)
 
     def contribute() -> tuple[tuple[PlannedWrite, ...], bytes]:
         if options.destination is not None and coordinator.rank == LEADER:
@@ -300,20 +300,20 @@ def _copies(tensors: Mapping[str, LocalTensor]) -> Copies:
 
 def _agree_on_layout(
     describe: Callable[[], Layout],
-    digests: Sequence[bytes],
+    tables: tuple[bytes, ...],
     coordinator: Coordinator,
     cache: PlanCache,
 ) -> tuple[Layout, WritePlan]:
     """The layout that all ranks together have, and its plan; `describe` gives this rank's, where it
     is needed. A collective where digests differ and are new."""
     world_size = coordinator.world_size
-    known = cache.get(tuple(digests))
+    known = cache.get(tables)
     if known is None:
         layout = describe()
-        if len(set(digests)) > 1:
-            layout = merge_layouts(gather_distinct(coordinator, digests, layout))
+        if len(set(tables)) > 1:
+            layout = merge_layouts(gather_distinct(coordinator, tables, layout))
         known = (layout, plan_writes(layout.placed, world_size))
-        cache.put(tuple(digests), known)
+        cache.put(tables, known)
     return known
 
 
@@ -324,28 +324,35 @@ def _agree_on_records(own: Records, digests: Sequence[bytes], coordinator: Coord
     return merge_records(gather_distinct(coordinator, digests, own))
 
 
-def _settle_copies(
-    own: Copies,
-    digests: Sequence[bytes],
-    layout: Layout,
-    plan: WritePlan,
-    coordinator: Coordinator,
-) -> WritePlan:
+def _differing_copies(
+    own: Copies, digests: Sequence[bytes], coordinator: Coordinator
+) -> dict[str, int]:
     """Check that all copies of plain tensors are equal. A collective where digests differ.
 
     Buffers may differ: the lowest rank's copy is the one to be written, and a warning says so.
-    Anything else is an error, since one copy would silently stand for all.
+    Anything else is an error, since one copy would silently stand for all. Returns the keys of
+    differing buffers, each with that rank.
     """
     if len(set(digests)) == 1:
-        return plan
+        return {}
     differing = _differing(gather_distinct(coordinator, digests, own))
-    if not differing:
-        return plan
     if coordinator.rank == LEADER:
         for key, rank in differing.items():
             log.warning("%s: copies differ between ranks; that of rank %d is saved", key, rank)
-    narrowed = {key: _held_by(layout.placed[key], rank) for key, rank in differing.items()}
-    return plan_writes({**layout.placed, **narrowed}, coordinator.world_size)
+    return differing
+
+
+def _without_copies(
+    layout: Layout, differing: Mapping[str, int], tables: tuple[bytes, ...], cache: PlanCache
+) -> WritePlan:
+    """The plan in which some tensors have no holder but the rank that is given."""
+    name = (*tables, repr(sorted(differing.items())).encode())
+    known = cache.get(name)
+    if known is None:
+        narrowed = {key: _held_by(layout.placed[key], rank) for key, rank in differing.items()}
+        known = (layout, plan_writes({**layout.placed, **narrowed}, len(tables)))
+        cache.put(name, known)
+    return known[1]
 
 
 def _differing(gathered: Sequence[Copies]) -> dict[str, int]:
