@@ -32,7 +32,6 @@ from ckpt.manifest import (
 from ckpt.metrics import METRICS, encode_metrics
 from ckpt.names import name_problem
 from ckpt.storage import Storage
-from ckpt.storage.local import LocalStorage
 
 __all__ = ["PENDING_PREFIX", "SAVE_ID", "Destination", "PendingCheckpoint", "check_coverage"]
 
@@ -92,12 +91,9 @@ class Destination:
             raise DestinationExistsError(f"{self.url} exists, and saving overwrites nothing")
 
     def check_room(self, nbytes: int) -> None:
-        """Raises CheckpointError if a directory's file system has no room for `nbytes` of tensors.
-        Object stores are not asked: they have no such limit that could be read."""
-        if not isinstance(self.root, LocalStorage):
-            return
+        """Raises CheckpointError if the store tells that it has no room for `nbytes` of tensors."""
         free = self.root.free_bytes()
-        if nbytes > free:
+        if free is not None and nbytes > free:
             raise CheckpointError(
                 f"{self.url} needs {nbytes:,} bytes of data, and {self.root.url} has {free:,} "
                 "bytes free; nothing was written: make room, or keep fewer checkpoints (keep_last)"

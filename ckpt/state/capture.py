@@ -6,13 +6,15 @@ travelled, unless ranks hold different things. No file has been touched.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +27,7 @@ from ckpt.state.merge import Layout, Records, merge_layouts, merge_records
 from ckpt.state.objects import tensor_digest
 from ckpt.state.part import PER_RANK, Snapshot
 from ckpt.state.rng import capture_rng
-from ckpt.state.tensors import LocalTensor, Piece, TensorReader, sub_box
+from ckpt.state.tensors import LocalTensor, Piece, TensorReader, local_part, sub_box
 from ckpt.state.values import tagged
 from ckpt.topology import PlacedTensor
 from hyperopt.ownership import MeshSpec, ParameterPlacement, Placement
@@ -40,8 +42,7 @@ def _same_table(one: dict[str, PlacedTensor], other: dict[str, PlacedTensor]) ->
     return list(one) == list(other) and list(one.values()) == list(other.values())
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWrite:
+class PlannedWrite(NamedTuple):
     """One chunk that this rank writes, and its live data."""
 
     chunk: PlannedChunk
@@ -70,9 +71,9 @@ class CapturedState:
 @dataclass(slots=True)
 class PlanCache:
     """What one save can take over from earlier ones: descriptions of tensors, and layouts and plans
-    by the digests of all ranks' layouts. It keeps no tensor alive."""
+    by the digests of all ranks' layouts (with what narrows them down). It keeps no tensor alive."""
 
-    limit: int = 2
+    limit: int = 4
     reader: TensorReader = field(default_factory=TensorReader)
     _known: dict[tuple[bytes, ...], tuple[Layout, WritePlan]] = field(default_factory=dict)
     _last: dict[str, tuple[dict[str, PlacedTensor], bytes]] = field(default_factory=dict)
@@ -113,6 +114,20 @@ class CaptureOptions:
 _DEFAULTS = CaptureOptions()
 
 
+@contextmanager
+def _no_cycle_search() -> Iterator[None]:
+    """What goes on here makes many small objects and no cycles; looking for cycles in between, as
+    Python does, takes longer than all the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_cycle_search()
 def capture_state(
     state: Mapping[str, Any],
     coordinator: Coordinator,
@@ -140,11 +155,14 @@ def capture_state(
     private = _private_names(own.objects, claims)
     objects = {name: snapshot for name, snapshot in own.objects.items() if name not in private}
     tensors = _tensors([*own.shared.values(), *objects.values()])
+    tables = tuple(claim.table(objects) for claim in claims)
     layout, plan = _agree_on_layout(
-        _layout(own.shared, tensors), [claim.table(objects) for claim in claims], coordinator, cache
+        lambda: _layout(own.shared, tensors), tables, coordinator, cache
     )
     records = _agree_on_records(own.records, [claim.records for claim in claims], coordinator)
-    plan = _settle_copies(own.copies, [claim.copies for claim in claims], layout, plan, coordinator)
+    differing = _differing_copies(own.copies, [claim.copies for claim in claims], coordinator)
+    if differing:
+        plan = _without_copies(layout, differing, tables, cache)
 
     def contribute() -> tuple[tuple[PlannedWrite, ...], bytes]:
         if options.destination is not None and coordinator.rank == LEADER:
@@ -245,7 +263,10 @@ def _private_names(objects: Snapshots, claims: Sequence[_Claim]) -> dict[str, An
 
 
 def _tensors(snapshots: Iterable[Snapshot]) -> dict[str, LocalTensor]:
-    return {key: local for snapshot in snapshots for key, local in snapshot.tensors.items()}
+    tensors: dict[str, LocalTensor] = {}
+    for snapshot in snapshots:
+        tensors.update(snapshot.tensors)
+    return tensors
 
 
 def _placed(tensors: Mapping[str, LocalTensor]) -> dict[str, PlacedTensor]:
@@ -278,17 +299,21 @@ def _copies(tensors: Mapping[str, LocalTensor]) -> Copies:
 
 
 def _agree_on_layout(
-    own: Layout, digests: Sequence[bytes], coordinator: Coordinator, cache: PlanCache
+    describe: Callable[[], Layout],
+    tables: tuple[bytes, ...],
+    coordinator: Coordinator,
+    cache: PlanCache,
 ) -> tuple[Layout, WritePlan]:
-    """The layout that all ranks together have, and its plan. A collective where digests differ."""
+    """The layout that all ranks together have, and its plan; `describe` gives this rank's, where it
+    is needed. A collective where digests differ and are new."""
     world_size = coordinator.world_size
-    known = cache.get(tuple(digests))
+    known = cache.get(tables)
     if known is None:
-        layout = own
-        if len(set(digests)) > 1:
-            layout = merge_layouts(gather_distinct(coordinator, digests, own))
+        layout = describe()
+        if len(set(tables)) > 1:
+            layout = merge_layouts(gather_distinct(coordinator, tables, layout))
         known = (layout, plan_writes(layout.placed, world_size))
-        cache.put(tuple(digests), known)
+        cache.put(tables, known)
     return known
 
 
@@ -299,28 +324,35 @@ def _agree_on_records(own: Records, digests: Sequence[bytes], coordinator: Coord
     return merge_records(gather_distinct(coordinator, digests, own))
 
 
-def _settle_copies(
-    own: Copies,
-    digests: Sequence[bytes],
-    layout: Layout,
-    plan: WritePlan,
-    coordinator: Coordinator,
-) -> WritePlan:
+def _differing_copies(
+    own: Copies, digests: Sequence[bytes], coordinator: Coordinator
+) -> dict[str, int]:
     """Check that all copies of plain tensors are equal. A collective where digests differ.
 
     Buffers may differ: the lowest rank's copy is the one to be written, and a warning says so.
-    Anything else is an error, since one copy would silently stand for all.
+    Anything else is an error, since one copy would silently stand for all. Returns the keys of
+    differing buffers, each with that rank.
     """
     if len(set(digests)) == 1:
-        return plan
+        return {}
     differing = _differing(gather_distinct(coordinator, digests, own))
-    if not differing:
-        return plan
     if coordinator.rank == LEADER:
         for key, rank in differing.items():
             log.warning("%s: copies differ between ranks; that of rank %d is saved", key, rank)
-    narrowed = {key: _held_by(layout.placed[key], rank) for key, rank in differing.items()}
-    return plan_writes({**layout.placed, **narrowed}, coordinator.world_size)
+    return differing
+
+
+def _without_copies(
+    layout: Layout, differing: Mapping[str, int], tables: tuple[bytes, ...], cache: PlanCache
+) -> WritePlan:
+    """The plan in which some tensors have no holder but the rank that is given."""
+    name = (*tables, repr(sorted(differing.items())).encode())
+    known = cache.get(name)
+    if known is None:
+        narrowed = {key: _held_by(layout.placed[key], rank) for key, rank in differing.items()}
+        known = (layout, plan_writes({**layout.placed, **narrowed}, len(tables)))
+        cache.put(name, known)
+    return known[1]
 
 
 def _differing(gathered: Sequence[Copies]) -> dict[str, int]:
@@ -356,14 +388,19 @@ def planned_writes(
 ) -> tuple[PlannedWrite, ...]:
     """The live data of planned chunks. Raises CheckpointError, naming tensor and rank, where this
     rank does not have what its placement says."""
-    return tuple(
-        PlannedWrite(chunk, local.placed.dtype, _data(chunk, local, rank))
-        for chunk in chunks
-        for local in [tensors[chunk.key]]
-    )
+    with torch.no_grad():
+        return tuple(
+            PlannedWrite(chunk, local.placed.dtype, _data(chunk, local, rank))
+            for chunk in chunks
+            for local in [tensors[chunk.key]]
+        )
 
 
 def _data(chunk: PlannedChunk, local: LocalTensor, rank: int) -> torch.Tensor:
+    if local.tensor is not None and local.boxes == (chunk.box,):  # the rule, so made quick
+        data = local_part(local.tensor)
+        if data.shape == chunk.box.sizes:
+            return data
     pieces = local.pieces()
     if len(pieces) == 1 and pieces[0].box == chunk.box:
         return pieces[0].tensor

@@ -124,15 +124,6 @@ class LocalStorage:
                     f"link {at!r}; give the real directory instead"
                 )
 
-    def free_bytes(self) -> int:
-        """What an ordinary user may still write to the file system of the root (which need not
-        exist yet)."""
-        at = self._root
-        while not at.exists():
-            at = at.parent
-        with self._errors(""):
-            return shutil.disk_usage(at).free
-
     def child(self, name: str) -> LocalStorage:
         """The storage rooted at a sub-directory."""
         self.resolve(name)
@@ -283,6 +274,16 @@ class LocalStorage:
         """Make the names in a directory durable."""
         with self._errors(name):
             _sync_directory(self.resolve(name))
+
+    def free_bytes(self) -> int | None:
+        """What the file system has left for this user; without a root yet, that of the directory in
+        which it will be made. None where a file system does not count (some network mounts)."""
+        at = self._root
+        while not at.exists():
+            at = at.parent
+        with self._errors(""):
+            info = os.statvfs(at)
+        return info.f_bavail * info.f_frsize if info.f_blocks else None
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt.checkpoint import open_checkpoint
+from ckpt.commit import Destination
+from ckpt.coordinator import SingleProcess
 from ckpt.errors import TryAgainError
+from ckpt.loading import LoadOptions, load_state
 from ckpt.manager import CheckpointManager
+from ckpt.progress import WriteProgress
 from ckpt.runs import checkpoint_name, scan
+from ckpt.saving import write_state
+from ckpt.state.capture import PlanCache, capture_state
 from ckpt.storage import open_storage
 from ckpt.storage.local import LocalStorage
 from tests.ckpt.faults import Fault, FaultyStorage
@@ -111,3 +120,35 @@ def test_survivors_know_that_the_commit_has_happened(tmp_path: Path, background:
     model = model_of(0)
     assert CheckpointManager(tmp_path).load(strict=True, model=model) == 2
     assert value_of(model) == 2
+
+
+class LosesTheVerdict(SingleProcess):
+    """Nobody hears how a save has ended."""
+
+    def broadcast_object(self, value: Any) -> Any:
+        raise TryAgainError("another rank died or stopped answering")
+
+
+@pytest.mark.parametrize("store", ["directory", "object store"])
+def test_the_leader_keeps_what_it_has_committed(tmp_path: Path, store: str) -> None:
+    """Also on an object store, where nothing but the manifest tells a checkpoint from leftovers."""
+    local = store == "directory"
+    root = open_storage(tmp_path if local else f"memory://{uuid.uuid4().hex}")
+    destination = Destination(root, "c", 5)
+    captured = capture_state({"model": model_of(3)}, SingleProcess(), PlanCache())
+    report = write_state(captured, destination, LosesTheVerdict(), WriteProgress())
+    assert (report.name, report.step) == ("c", 5)
+    model = model_of(0)
+    load_state(open_checkpoint(root.child("c")), {"model": model}, SingleProcess(), LoadOptions())
+    assert value_of(model) == 3
+
+
+def test_a_lost_verdict_about_another_save_is_no_success(tmp_path: Path) -> None:
+    """Somebody else's checkpoint of this name is not taken for this save's."""
+    destination = Destination(open_storage(tmp_path), "c")
+    captured = capture_state({"model": model_of(3)}, SingleProcess(), PlanCache())
+    write_state(captured, destination, SingleProcess(), WriteProgress())
+    other = capture_state({"model": model_of(4)}, SingleProcess(), PlanCache())
+    with pytest.raises(TryAgainError):
+        write_state(other, destination, LosesTheVerdict(), WriteProgress())
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

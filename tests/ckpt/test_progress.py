@@ -84,12 +84,6 @@ def test_no_room_is_found_out_before_anything_is_written(tmp_path: Path) -> None
     assert names(tmp_path / "run") == ["step-00000001"]
 
 
-def test_free_bytes_of_a_root_that_is_not_there_yet(tmp_path: Path) -> None:
-    there, missing = LocalStorage(tmp_path), LocalStorage(tmp_path / "a" / "b")
-    assert abs(there.free_bytes() - missing.free_bytes()) < 2**30
-    assert missing.free_bytes() > 0
-
-
 def not_finite(root: str) -> list[str]:
     """An infinity on the rank that writes it, found while the other one finds none."""
     extra = {f"t{i}": torch.ones(40_000) for i in range(4)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 
 from ckpt.commit import Destination
 from ckpt.coordinator import Coordinator, open_coordinator
+from ckpt.planner import plan_writes
 from ckpt.saver import Saver
 from ckpt.storage import open_storage
 from tests.ckpt.states import Net, OwnerOptimizer, fill, shard
@@ -82,21 +85,30 @@ def count(root: str) -> dict[str, list[str]]:
     saver.settle()
     counted["settled"] = ranks.take()
     model.batch_norm.running_mean.fill_(dist.get_rank())
-    saver.save(Destination(storage, "differing"), state)
-    counted["differing"] = ranks.take()
+    for name in ("differing", "differing as before"):
+        saver.save(Destination(storage, name), state)
+        counted[name] = ranks.take()
     saver.close()
     return counted
 
 
-def test_round_trips(tmp_path: Any) -> None:
-    results = run_ranks(count, 4, str(tmp_path))
+def count_plans(root: str) -> tuple[dict[str, list[str]], int]:
+    with mock.patch("ckpt.state.capture.plan_writes", wraps=plan_writes) as planned:
+        return count(root), planned.call_count
+
+
+def test_round_trips_and_plans(tmp_path: Path) -> None:
+    results = run_ranks(count_plans, 4, str(tmp_path))
     assert results == [results[0]] * 4
+    counted, plans = results[0]
+    assert plans == 2  # of the state, and of the state in which ranks have different buffers
     blocking = ["all_gather", "all_gather", "gather", "broadcast"]
-    assert results[0] == {
+    assert counted == {
         "first": blocking,
         "unchanged": blocking,
         "async": ["all_gather", "all_gather"],
         "settle": ["all_gather"],
         "settled": [],
         "differing": ["all_gather", *blocking],
+        "differing as before": ["all_gather", *blocking],
     }
