@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
@@ -25,11 +25,12 @@ from ckpt.coordinator import (
 )
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
 from ckpt.lease import LEASE_SECONDS, RunLease
-from ckpt.loading import LoadOptions, LoadReport, load_state
+from ckpt.loading import LoadOptions, LoadReport, OnMismatch, load_state
 from ckpt.manifest import Parent
 from ckpt.marks import pin, reading, unpin
 from ckpt.preemption import GracePeriod
 from ckpt.progress import OnProgress
+from ckpt.renaming import Rename
 from ckpt.retention import KeepBest, Retention
 from ckpt.runs import (
     STALE_SECONDS,
@@ -247,6 +248,10 @@ class CheckpointManager:
         allow_narrowing: bool = False,
         redistribute: Mapping[str, Redistribute] | None = None,
         rng: bool = True,
+        only: Sequence[str] | None = None,
+        rename: Rename | None = None,
+        on_mismatch: OnMismatch = "error",
+        require_same: Sequence[str] = (),
         **state: Any,
     ) -> int | None:
         """Load the newest good checkpoint, that of `step`, or the newest one of a step under
@@ -254,10 +259,13 @@ class CheckpointManager:
 
         None if there is no checkpoint at all. A broken checkpoint is reported by a warning and the
         next older one is taken (not where `step` asks for one); with `strict` it is an error, as it
-        is when all are broken. `last_load` has the report. Other options: see `ckpt.load`.
+        is when all are broken. `last_load` has the report. Other options: see
+        `ckpt.loading.LoadOptions`.
         """
         self._saver.settle()
-        options = LoadOptions(allow_narrowing, redistribute, rng)
+        options = LoadOptions(
+            allow_narrowing, redistribute, rng, only, rename, on_mismatch, require_same
+        )
         problems: list[str] = []
         names = on_leader(self._coordinator, "find a checkpoint", lambda: self._names(step, before))
         for name in names:

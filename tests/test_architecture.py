@@ -49,7 +49,7 @@ LAYERS = {
             *("formats.torch_archive", "formats.dcp_reader", "formats.dcp", "coverage"),
             "verify_data",
         ),
-        ("formats.dcp_writer", "reshard.rewrite", "lease", "metrics"),
+        ("formats.dcp_writer", "reshard.rewrite", "lease", "metrics", "renaming", "selection"),
         ("checkpoint", "commit", "summary", "marks"),
         ("reshard.plan",),
         ("reshard.execute", "verify", "runs", "diff"),

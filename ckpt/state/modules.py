@@ -112,6 +112,8 @@ class ModelPart:
         fit = Fit()
         values: list[str] = []
         for fqns, value in self._entries(self._states()):
+            if not any(saved.select(f"{self.name}.{fqn}") for fqn in fqns):
+                continue
             if isinstance(value, torch.Tensor):
                 self._fit_tensor([f"{self.name}.{fqn}" for fqn in fqns], value, saved, fit)
             else:
@@ -131,7 +133,10 @@ class ModelPart:
         fit.claimed.update(found)
         local = self.reader.read(key, tensor)
         entry = saved.manifest.tensors[key]
-        fit.differing.extend(compare(key, entry, local, saved.allow_narrowing))
+        differing = compare(key, entry, local, saved.allow_narrowing)
+        if differing:
+            fit.differing.extend(differing)
+            fit.mismatched.append(key)
         fit.targets.extend(ReadTarget(key, p.box, p.tensor) for p in local.pieces())
 
     def _fit_values(self, current: list[str], saved: Saved, fit: Fit) -> None:
