@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt.loading import load
     from ckpt.manager import CheckpointManager
     from ckpt.reshard import execute_reshard, plan_reshard
+    from ckpt.retention import KeepBest
     from ckpt.saving import save
     from ckpt.verify import verify_checkpoint
 
@@ -34,6 +35,7 @@ __all__ = [
     "CorruptError",
     "DestinationExistsError",
     "IncompatibleError",
+    "KeepBest",
     "LockedError",
     "NotAuthorisedError",
     "NotFoundError",
@@ -55,6 +57,7 @@ _MODULES = {
     "CorruptError": "ckpt.errors",
     "DestinationExistsError": "ckpt.errors",
     "IncompatibleError": "ckpt.errors",
+    "KeepBest": "ckpt.retention",
     "LockedError": "ckpt.errors",
     "NotAuthorisedError": "ckpt.errors",
     "NotFoundError": "ckpt.errors",

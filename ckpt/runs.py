@@ -139,14 +139,15 @@ def problem_of(root: Storage, entry: RunEntry, level: Level) -> str | None:
     if level == "committed":
         return None
     storage = root.child(entry.name)
-    problem = _wrong_size(storage, entry.manifest)
+    problem = wrong_size(storage, entry.manifest)
     if problem is not None or level == "sizes":
         return problem
     report = verify_checkpoint(open_checkpoint(storage), "full")
     return report.problems[0].message if report.problems else None
 
 
-def _wrong_size(storage: Storage, manifest: Manifest) -> str | None:
+def wrong_size(storage: Storage, manifest: Manifest) -> str | None:
+    """The first file of a checkpoint that is missing or has another size, and why; None if none."""
     for file in (*manifest.indexes, *manifest.files):
         try:
             size = storage.size(file.name)

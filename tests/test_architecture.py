@@ -52,7 +52,7 @@ LAYERS = {
         ("formats.dcp_writer", "reshard.rewrite", "lease", "metrics", "renaming", "selection"),
         ("checkpoint", "commit", "summary", "marks"),
         ("reshard.plan",),
-        ("reshard.execute", "verify", "runs", "diff"),
+        ("reshard.execute", "verify", "runs", "diff", "resume_plan", "environment"),
         ("cleanup",),
         ("reshard", "coordinator", "state.tensors", "state.rng", "state.part", "state.groups"),
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),

@@ -6,10 +6,12 @@ from typing import Any
 
 from cli.commands.demo import demo
 from cli.commands.diff import diff
+from cli.commands.doctor import doctor
 from cli.commands.inspect import inspect
 from cli.commands.latest import latest
 from cli.commands.ls import ls
 from cli.commands.pin import pin, unpin
+from cli.commands.plan import plan
 from cli.commands.prune import prune
 from cli.commands.reshard import reshard
 from cli.commands.verify import verify
@@ -23,6 +25,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "prune": prune,
     "pin": pin,
     "unpin": unpin,
+    "plan": plan,
     "reshard": reshard,
+    "doctor": doctor,
     "demo": demo,
 }
