@@ -100,34 +100,34 @@ class GlooGroup:
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, in order of rank."""
         values: list[Any] = [None] * self.world_size
-        with _peers_alive():
+        with peers_alive():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_object(self, value: T) -> list[T] | None:
         """Every rank's value on the leader, None on all others."""
         values: list[Any] | None = [None] * self.world_size if self.rank == LEADER else None
-        with _peers_alive():
+        with peers_alive():
             dist.gather_object(value, values, dst=LEADER, group=self.group)
         return values
 
     def broadcast_object(self, value: T) -> T:
         """The leader's value."""
         values: list[Any] = [value]
-        with _peers_alive():
+        with peers_alive():
             dist.broadcast_object_list(values, src=LEADER, group=self.group)
         return cast(T, values[0])
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; cheaper than gathering objects."""
         found = torch.tensor([int(flag)])
-        with _peers_alive():
+        with peers_alive():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        with _peers_alive():
+        with peers_alive():
             dist.barrier(group=self.group)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ def coordinating(given: Coordinator | None) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def _peers_alive() -> Iterator[None]:
+def peers_alive() -> Iterator[None]:
     """Say what a broken connection means."""
     try:
         yield

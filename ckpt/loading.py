@@ -10,9 +10,10 @@ import difflib
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from ckpt.coordinator import (
     together,
 )
 from ckpt.errors import (
+    CheckpointError,
     CorruptError,
     IncompatibleError,
     NotFoundError,
@@ -36,13 +38,17 @@ from ckpt.errors import (
     UsageError,
 )
 from ckpt.manifest import FileEntry, Manifest
+from ckpt.marks import reading
 from ckpt.reading import read_targets
 from ckpt.renaming import Rename, rename_manifest
+from ckpt.runs import step_of
 from ckpt.selection import Selection, check_same, select
+from ckpt.sharing import SharedReading
 from ckpt.state.groups import state_key
-from ckpt.state.part import Fit, Redistribute, Saved, private_file
+from ckpt.state.part import Fit, ReadTarget, Redistribute, Saved, private_file
 from ckpt.state.rng import restore_rng
 from ckpt.state.tensors import TensorReader
+from ckpt.storage import open_storage
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +88,8 @@ class LoadOptions:
     `ckpt.renaming.Rename`. `on_mismatch`: what does not fit is an error, or is left as it is and
     reported: tensors of a module one by one, an optimizer or other object as a whole.
     `require_same`: values that the checkpoint must have as they are here, as `"extra.tokens"`.
+    `read_once`: what several ranks hold is read by one of them and sent to the others, which pays
+    where the store is slower than the network between ranks.
     """
 
     allow_narrowing: bool = False
@@ -91,6 +99,7 @@ class LoadOptions:
     rename: Rename | None = None
     on_mismatch: OnMismatch = "error"
     require_same: Sequence[str] = ()
+    read_once: bool = False
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in get_args(OnMismatch):
@@ -111,6 +120,7 @@ def load(
     rename: Rename | None = None,
     on_mismatch: OnMismatch = "error",
     require_same: Sequence[str] = (),
+    read_once: bool = False,
     coordinator: Coordinator | None = None,
     **state: Any,
 ) -> LoadReport:
@@ -121,11 +131,27 @@ def load(
     shapes, dtypes and groups. A CorruptError while reading leaves model tensors partly overwritten.
     """
     options = LoadOptions(
-        allow_narrowing, redistribute, rng, only, rename, on_mismatch, require_same
+        allow_narrowing, redistribute, rng, only, rename, on_mismatch, require_same, read_once
     )
-    with coordinating(coordinator) as ranks:
+    with coordinating(coordinator) as ranks, _protected(fspath(path), ranks.rank):
         checkpoint = everywhere(ranks, f"open {path}", lambda: open_checkpoint(path))
         return load_state(checkpoint, state, ranks, options)
+
+
+@contextmanager
+def _protected(path: str, rank: int) -> Iterator[None]:
+    """Keep a checkpoint of a run, which is known by its name, from being removed meanwhile. One
+    rank does that for all; what cannot be opened is for the load itself to report."""
+    root, _, name = path.rstrip("/").rpartition("/")
+    storage = None
+    if rank == LEADER and step_of(name) is not None:
+        with suppress(CheckpointError):
+            storage = open_storage(root or ("/" if path.startswith("/") else "."))
+    if storage is None or not storage.exists(name):
+        yield
+        return
+    with reading(storage, name):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +180,7 @@ def load_state(
     targets = [
         replace(target, key=fitting.keys[target.key]) for fit in fits for target in fit.targets
     ]
-    bytes_read = together(coordinator, "load", lambda: read_targets(checkpoint, targets))
+    bytes_read = _read(checkpoint, targets, coordinator, options.read_once)
     rng = options.rng and options.only is None
     everywhere(coordinator, "load", lambda: _apply(fits, fitting.saved, rng))
     return replace(report, bytes_read=tuple(bytes_read))
@@ -184,6 +210,19 @@ def _fit(
     )
     parts = [part for part in open_parts(state, TensorReader()) if selection.part(part.name)]
     return _Fitting(saved, selection, modules, keys, {part.name: part.fit(saved) for part in parts})
+
+
+def _read(
+    checkpoint: Checkpoint, targets: list[ReadTarget], coordinator: Coordinator, once: bool
+) -> list[int]:
+    """Fill the targets of all ranks; the bytes that each has read. A collective."""
+    if not once or coordinator.world_size == 1:
+        return together(coordinator, "load", lambda: read_targets(checkpoint, targets))
+    shared = SharedReading(checkpoint, targets, coordinator)
+    try:
+        return together(coordinator, "load", shared.read)
+    finally:
+        shared.close()
 
 
 def _without(fits: Mapping[str, Fit], left: Collection[str]) -> list[Fit]:

@@ -252,6 +252,7 @@ class CheckpointManager:
         rename: Rename | None = None,
         on_mismatch: OnMismatch = "error",
         require_same: Sequence[str] = (),
+        read_once: bool = False,
         **state: Any,
     ) -> int | None:
         """Load the newest good checkpoint, that of `step`, or the newest one of a step under
@@ -264,7 +265,7 @@ class CheckpointManager:
         """
         self._saver.settle()
         options = LoadOptions(
-            allow_narrowing, redistribute, rng, only, rename, on_mismatch, require_same
+            allow_narrowing, redistribute, rng, only, rename, on_mismatch, require_same, read_once
         )
         problems: list[str] = []
         names = on_leader(self._coordinator, "find a checkpoint", lambda: self._names(step, before))

@@ -58,6 +58,7 @@ LAYERS = {
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),
         ("app_state",),
         ("state.capture", "reading"),
+        ("sharing",),
         ("saving", "loading", "staging"),
         ("background",),
         ("saver",),
@@ -70,7 +71,7 @@ LEAVES = ("hyperopt.ownership", "hyperopt.sharing")
 # All that may import torch; everything else in ckpt and cli, and the leaf of hyperopt, must not.
 NEEDS_TORCH = (
     *("ckpt.app_state", "ckpt.state.", "ckpt.coordinator"),
-    *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
+    *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.sharing", "ckpt.manager", "cli.demo."),
     *("ckpt.staging", "ckpt.background", "ckpt.saver"),
     "ckpt.formats.dcp.",
 )

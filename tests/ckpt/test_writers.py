@@ -14,6 +14,7 @@ import torch
 from ckpt.commit import PendingCheckpoint
 from ckpt.errors import CorruptError, LockedError, UsageError
 from ckpt.lease import RunLease, current_writer
+from ckpt.loading import load
 from ckpt.manager import CheckpointManager
 from ckpt.manifest import Manifest, Topology
 from ckpt.processes import Process
@@ -231,6 +232,18 @@ def test_a_load_protects_what_it_reads(tmp_path: Path, caplog: pytest.LogCapture
         assert steps(tmp_path) == [1, 2]
         writer.save(3, extra={"a": 3})
     assert steps(tmp_path) == [3]
+
+
+def test_a_load_by_path_protects_what_it_reads(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1) as writer:
+        writer.save(1, extra={"a": 1})
+
+        class Slow(dict[str, int]):
+            def update(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+                writer.save(2, extra={"a": 2})
+
+        load(tmp_path / checkpoint_name(1), extra=Slow())
+        assert steps(tmp_path) == [1, 2]
 
 
 def test_steps_and_before_select(tmp_path: Path) -> None:
