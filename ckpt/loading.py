@@ -11,7 +11,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
@@ -143,14 +143,12 @@ def _protected(path: str, rank: int) -> Iterator[None]:
     """Keep a checkpoint of a run, which is known by its name, from being removed meanwhile. One
     rank does that for all; what cannot be opened is for the load itself to report."""
     root, _, name = path.rstrip("/").rpartition("/")
-    storage = None
+    there = None
     if rank == LEADER and step_of(name) is not None:
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, OSError):
             storage = open_storage(root or ("/" if path.startswith("/") else "."))
-    if storage is None or not storage.exists(name):
-        yield
-        return
-    with reading(storage, name):
+            there = storage if storage.exists(name) else None
+    with nullcontext() if there is None else reading(there, name):
         yield
 
 
