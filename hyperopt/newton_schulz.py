@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperopt.symmetric import symmetric_product
+
 Coefficients = tuple[tuple[float, float, float], ...]
 """One triple `(a, b, c)` a step: `X <- aX + (bA + cA²)X`."""
 
@@ -288,9 +290,9 @@ def _gram_matrix(x: Tensor, shift: int, *, out: Tensor) -> None:
     gram = out if fits else torch.empty_like(out, dtype=x.dtype)
     if shift:
         gram.zero_().diagonal(dim1=-2, dim2=-1).fill_(-shift)
-        gram.baddbmm_(x, x.mT)
+        symmetric_product(x, x.mT, out=gram, add=gram)
     else:
-        torch.bmm(x, x.mT, out=gram)
+        symmetric_product(x, x.mT, out=gram)
     if not fits:
         out.copy_(gram)
 
@@ -339,7 +341,7 @@ def _polynomial(group: Coefficients, small: Tensor, shift: int) -> tuple[float, 
         return _pair(group, small, shift)
     ((a, b, c),) = group
     gram, step = small[0], small[1]
-    return a, torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=step)
+    return a, symmetric_product(gram, gram, out=step, add=gram, beta=b, alpha=c)
 
 
 def _pair(group: Coefficients, small: Tensor, shift: int) -> tuple[float, Tensor]:
@@ -366,15 +368,16 @@ def _step_polynomial(
     """`a + bR + cR²` from `gram` = `R - s`, rewritten in powers of `R - s`. The constant term is
     returned, the others go to `out`."""
     a, b, c = step
-    torch.baddbmm(gram, gram, gram, beta=b + 2 * c * shift, alpha=c, out=out)
+    symmetric_product(gram, gram, out=out, add=gram, beta=b + 2 * c * shift, alpha=c)
     return a + (b + c) * shift
 
 
 def _compose(p: Tensor, constant: float, q: Tensor, shift: int, *, out: Tensor) -> None:
     """`(p + constant)(q + s) - s`, for s 0 or 1."""
     if not shift:
-        torch.baddbmm(q, p, q, beta=constant, out=out)
+        symmetric_product(p, q, out=out, add=q, beta=constant)
         return
-    torch.add(p, q, alpha=constant, out=out).baddbmm_(p, q)
+    torch.add(p, q, alpha=constant, out=out)
+    symmetric_product(p, q, out=out, add=out)
     if constant != 1:
         out.diagonal(dim1=-2, dim2=-1).add_(constant - 1)

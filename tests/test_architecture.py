@@ -27,7 +27,7 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks"),
+        ("newton_schulz", "symmetric", "layout", "hyperparameters", "hooks", "blocks"),
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
