@@ -15,7 +15,7 @@ Two forms compute the same polynomials:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -26,6 +26,9 @@ from hyperopt.symmetric import symmetric_product
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """One triple `(a, b, c)` a step: `X <- aX + (bA + cA²)X`."""
+
+BlockKernel = Callable[[Tensor, Tensor, tuple[Coefficients, ...], float, torch.dtype], None]
+"""Fills the second tensor with the orthogonalized first one: see `orthogonalize_block`."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ALGORITHMS = ("auto", "standard", "gram")
@@ -201,8 +204,10 @@ def newton_schulz(
     epsilon: float,
     dtype: torch.dtype,
     algorithm: str,
+    kernel: BlockKernel | None = None,
 ) -> Tensor:
-    """`orthogonalize` for options that were validated before: one matrix or a batch."""
+    """`orthogonalize` for options that were validated before: one matrix or a batch. `kernel`
+    stands for `orthogonalize_block`."""
     rows, columns = matrices.shape[-2:]
     result = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
     if not result.numel():
@@ -210,10 +215,12 @@ def newton_schulz(
     source, target = matrices.reshape(-1, rows, columns), result.view(-1, rows, columns)
     gram = uses_gram(rows, columns, coefficients, dtype, algorithm)
     groups = step_groups(coefficients, gram=gram)
+    small_dtype = _small_dtype(rows, columns, dtype, groups)
+    run = kernel if kernel is not None else orthogonalize_block
     size = _block_length(target)
     for start in range(0, len(target), size):
         block = slice(start, start + size)
-        _orthogonalize_block(source[block], target[block], groups, epsilon)
+        run(source[block], target[block], groups, epsilon, small_dtype)
     return result
 
 
@@ -246,10 +253,16 @@ def _aspect(rows: int, columns: int) -> float:
     return max(rows, columns) / min(rows, columns)
 
 
-def _small_dtype(rows: int, columns: int, dtype: torch.dtype, *, paired: bool) -> torch.dtype:
+def _small_dtype(
+    rows: int, columns: int, dtype: torch.dtype, groups: tuple[Coefficients, ...]
+) -> torch.dtype:
     """The dtype of the n × n matrices."""
-    wide = paired and _aspect(rows, columns) >= GRAM_WIDE_ASPECT
+    wide = _has_pairs(groups) and _aspect(rows, columns) >= GRAM_WIDE_ASPECT
     return torch.promote_types(dtype, torch.float32) if wide else dtype
+
+
+def _has_pairs(groups: tuple[Coefficients, ...]) -> bool:
+    return any(len(group) > 1 for group in groups)
 
 
 def _block_length(batch: Tensor) -> int:
@@ -259,10 +272,15 @@ def _block_length(batch: Tensor) -> int:
     return max(1, _CPU_BLOCK_BYTES // (batch[0].numel() * batch.element_size()))
 
 
-def _orthogonalize_block(
-    source: Tensor, target: Tensor, groups: tuple[Coefficients, ...], epsilon: float
+def orthogonalize_block(
+    source: Tensor,
+    target: Tensor,
+    groups: tuple[Coefficients, ...],
+    epsilon: float,
+    small_dtype: torch.dtype,
 ) -> None:
-    """Fill `target` [B, rows, columns]. Two buffers take turns; the last one written is `target`.
+    """Fill `target` [B, rows, columns] from `source`, of any dtype; n × n matrices are kept in
+    `small_dtype`. Two buffers take turns; the last one written is `target`.
 
     Tall matrices are multiplied from the right by the polynomial of X'X, which gives the transpose
     of what their transposes would give, and saves two transposing copies.
@@ -271,9 +289,7 @@ def _orthogonalize_block(
     tall, n = rows > columns, min(rows, columns)
     spare = torch.empty_like(target)
     x, y = (spare, target) if len(groups) % 2 else (target, spare)
-    paired = max(map(len, groups)) > 1
-    dtype = _small_dtype(rows, columns, target.dtype, paired=paired)
-    small = target.new_empty(3 if paired else 2, count, n, n, dtype=dtype)
+    small = target.new_empty(3 if _has_pairs(groups) else 2, count, n, n, dtype=small_dtype)
     _normalize(source, epsilon, out=x)
     for i, group in enumerate(groups):
         shift = int(len(group) > 1 and i >= _FIRST_SHIFTED_GROUP)
@@ -301,7 +317,8 @@ def _normalize(source: Tensor, epsilon: float, *, out: Tensor) -> None:
     """`source`, rounded to the dtype of `out`, over its Frobenius norm. The norm and the quotient
     are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %."""
     rounded = source.to(out.dtype).contiguous()  # strides would decide the order of the sum
-    if out.device.type == "cpu" and out.element_size() < 4:
+    fused = torch.compiler.is_compiling() or out.device.type != "cpu"
+    if out.element_size() < 4 and not fused:
         _normalize_by_rows(rounded, epsilon, out=out)
         return
     wide = torch.promote_types(out.dtype, torch.float32)
