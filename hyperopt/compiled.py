@@ -1,8 +1,8 @@
 """The local mathematics through `torch.compile`: fewer passes over memory, for devices above all.
 
 Each function has the name, arguments and results of the one it stands for. What is compiled is
-bounded: a kernel has static dtypes, coefficients and kind of shape (tall, wide or square; one matrix
-or a batch), and sizes and scalars are inputs, so that neither another parameter nor another learning
+bounded: a kernel has static dtypes, coefficients and kind of shape (tall, wide or square; one or
+several). Sizes and scalars are inputs, so that neither another parameter nor another learning
 rate compiles anything. Replicas run the same kernel over the same spans and stay equal to the last
 bit; a kernel that cannot be compiled is an error, never a silent change to another one.
 
@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
-from hyperopt.newton_schulz import Coefficients, orthogonalize_block
+from hyperopt.newton_schulz import BlockKernel, Coefficients, orthogonalize_block
 
 Kernel = Callable[..., None]
 
@@ -34,8 +35,14 @@ class CompiledMath:
         backend: of `torch.compile`.
     """
 
-    backend: str = "inductor"
+    backend: str | Callable[..., Any] = "inductor"
     kernels: dict[Hashable, Kernel] = field(default_factory=dict, compare=False, repr=False)
+
+    def block_kernel(self, device: torch.device) -> BlockKernel | None:
+        """What `newton_schulz` shall use on a device. None, the eager form, on a CPU: compiled it
+        was 0.83 to 1.05 times as fast there, after 20 to 75 seconds of compilation for each kind of
+        shape, because nearly all of its time goes into matrix products either way."""
+        return None if device.type == "cpu" else self.orthogonalize_block
 
     def orthogonalize_block(
         self,
@@ -50,7 +57,7 @@ class CompiledMath:
         shape = (count > 1, rows > columns, rows == columns, min(rows, columns) > 1)
         kind = (shape, groups, epsilon, small_dtype)
         kernel = self._kernel(orthogonalize_block, kind, source, target)
-        kernel(source.contiguous(), target, groups, epsilon, small_dtype)
+        kernel(_bare(source.contiguous()), _bare(target), groups, epsilon, small_dtype)
 
     def momentum_into(
         self,
@@ -113,8 +120,15 @@ def _own_copy(function: Any, number: int) -> Kernel:
     )
 
 
+def _bare(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of its own. A view would be compiled once more for each kind of
+    tensor that it is a view of, and for an offset of zero and of more."""
+    alias: Tensor = from_dlpack(tensor.detach())
+    return alias
+
+
 def _flat(*tensors: Tensor) -> Iterable[Tensor]:
-    return (t.detach().view(-1) for t in tensors)
+    return (_bare(t.detach().view(-1)) for t in tensors)
 
 
 def _scalars(like: Tensor, *values: float) -> Iterable[Tensor]:

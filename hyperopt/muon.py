@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyperopt.compiled import CompiledMath
 from hyperopt.distributed import DistributedOptimizer
 from hyperopt.hooks import (
     MomentumUpdateFunction,
@@ -59,7 +60,7 @@ class Muon(DistributedOptimizer):
         post_update_fn: `(parameter, local tensor, PostUpdateContext)`: on every shard rank of the
             owner, after the update, before replicas receive the parameter.
         replicate_group: the group over which plain tensors are replicated (DDP).
-        plan: limits of the plan.
+        plan: limits of the plan, and whether to compile the local mathematics.
 
     Raises:
         ValueError: naming the option, or the parameter that is no matrix.
@@ -114,7 +115,7 @@ class Muon(DistributedOptimizer):
         super().__init__(
             params,
             defaults,
-            MuonRule(self._hooks),
+            MuonRule(self._hooks, CompiledMath() if plan is not None and plan.compile else None),
             hsdp_replica_count=hsdp_replica_count,
             replicate_group=replicate_group,
             plan=plan,

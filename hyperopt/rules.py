@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hyperopt import blocks
+from hyperopt import blocks, compiled
+from hyperopt.compiled import CompiledMath
 from hyperopt.hooks import (
     MuonHooks,
     NSInputTransform,
@@ -194,6 +195,7 @@ class MuonRule:
     the Newton-Schulz result, both in `ns_dtype`."""
 
     hooks: MuonHooks
+    compiled: CompiledMath | None = None
 
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     whole_matrices: ClassVar[bool] = True
@@ -227,9 +229,12 @@ class MuonRule:
         hyper, hook = batch.hyperparameters, self.hooks.momentum_update
         pair, nesterov = momentum_pair(hyper["momentum"]), hyper["nesterov"]
         buffers = batch.state("momentum_buffer")
-        plain = hook is None and pair[0] == pair[1]
-        if plain and blocks.fits(payload, batch.gradients, buffers):
-            blocks.momentum_into(payload, batch.gradients, buffers, pair[0], nesterov=nesterov)
+        operands = (payload, batch.gradients, buffers)
+        if hook is None and self.compiled is not None and compiled.fits(*operands):
+            self.compiled.momentum_into(*operands, pair, nesterov=nesterov)
+            return
+        if hook is None and pair[0] == pair[1] and blocks.fits(*operands):
+            blocks.momentum_into(*operands, pair[0], nesterov=nesterov)
             return
         if hook is not None:
             updates = run_momentum_update(hook, batch.gradients, buffers, pair, nesterov=nesterov)
@@ -284,6 +289,7 @@ class MuonRule:
             epsilon=hyper["ns_epsilon"],
             dtype=hyper["ns_dtype"],
             algorithm=hyper["ns_algorithm"],
+            kernel=self.compiled.block_kernel(stacked.device) if self.compiled else None,
         )
 
     def _folded(self, shape: tuple[int, ...], hyper: Hyperparameters) -> float:
@@ -303,9 +309,11 @@ class MuonRule:
     def finish(self, batch: Batch, payload: Sequence[Tensor]) -> None:
         """Weight decay, scale and add."""
         hyper = batch.hyperparameters
-        decay_and_add(
-            batch.parameters,
-            payload,
+        operands = (batch.parameters, payload)
+        fits = self.compiled is not None and compiled.fits(*operands)
+        function = self.compiled.decay_and_add if self.compiled and fits else decay_and_add
+        function(
+            *operands,
             [self._factor(shape, hyper) for shape in batch.shapes],
             float(hyper["lr"]) * hyper["weight_decay"],
             cautious=hyper["cautious_weight_decay"],

@@ -3,8 +3,8 @@
 `XX'`, and products of symmetric matrices that commute, such as the polynomials of one Gram matrix
 in Newton-Schulz. BLAS has this as `syrk`; torch does not, so the lower triangle is computed in
 panels of columns, each from its diagonal block down, and copied across. That saves up to half of
-the flops and costs a transposing copy of n² elements, so it pays where both the matrix and the inner
-dimension are large. The measurements are in docs/decisions (symmetric products by panels).
+the flops and costs a transposing copy of n² elements, so it pays where both the matrix and the
+inner dimension are large. The measurements are in docs/decisions (symmetric products by panels).
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def pays(size: int, inner: int, dtype: torch.dtype, device: torch.device) -> boo
     if torch.compiler.is_compiling() or device.type != "cpu":
         return False
     narrow = dtype.itemsize < 4
-    least, elements = (
-        (NARROW_MIN_SIZE, NARROW_MIN_ELEMENTS) if narrow else (MIN_SIZE, MIN_ELEMENTS)
-    )
+    least, elements = (NARROW_MIN_SIZE, NARROW_MIN_ELEMENTS) if narrow else (MIN_SIZE, MIN_ELEMENTS)
     return size >= least and size * inner >= elements
 
 
@@ -79,9 +77,7 @@ def _by_panels(
         stop = min(start + width, size)
         rows, columns = left[start:], right[:, start:stop]
         below = (out if add is None else add)[start:, start:stop]
-        panel = torch.addmm(
-            below, rows, columns, beta=0.0 if add is None else beta, alpha=alpha
-        )
+        panel = torch.addmm(below, rows, columns, beta=0.0 if add is None else beta, alpha=alpha)
         _mirror_lower(panel[: stop - start])
         out[start:, start:stop] = panel
         out[start:stop, stop:] = panel[stop - start :].mT

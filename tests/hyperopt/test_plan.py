@@ -126,6 +126,7 @@ def test_digest_covers_every_part_of_a_plan() -> None:
         replace(slot, parameter=1),
         replace(slot, owner=1 - slot.owner),
         replace(slot, compute=None),
+        replace(slot, divided=True),
         replace(slot, elements=(31, 33)),
     ]
     units = [
@@ -133,20 +134,34 @@ def test_digest_covers_every_part_of_a_plan() -> None:
         replace(unit, wire="float32"),
         replace(unit, dtype="bfloat16"),
         replace(unit, owned=unit.owned[::-1]),
-        replace(unit, owned=((slots[3],), unit.owned[1])),
+        replace(unit, owned=((slots[4],), unit.owned[1])),
     ]
-    assert {f.name for f in fields(slot)} == {"parameter", "owner", "compute", "elements"}
+    assert {f.name for f in fields(slot)} == {
+        "parameter",
+        "owner",
+        "compute",
+        "elements",
+        "divided",
+    }
     assert {f.name for f in fields(unit)} == {"layout", "wire", "dtype", "owned"}
     plans = [
         plan,
         replace(plan, gather="all_gather"),
+        replace(plan, compile=True),
         replace(plan, parameters=plan.parameters[:1]),
     ]
     plans += [replace(plan, layouts=(hsdp(2, 2, 1),)), replace(plan, units=())]
     plans += [replace(plan, slots=(changed, plan.slots[1])) for changed in slots]
     plans += [replace(plan, units=(changed,)) for changed in units]
     assert len({p.digest() for p in plans}) == len(plans)
-    assert {f.name for f in fields(plan)} == {"parameters", "layouts", "slots", "units", "gather"}
+    assert {f.name for f in fields(plan)} == {
+        "parameters",
+        "layouts",
+        "slots",
+        "units",
+        "gather",
+        "compile",
+    }
 
 
 def test_thousands_of_shards_share_what_a_shape_means() -> None:
