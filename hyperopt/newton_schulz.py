@@ -8,8 +8,9 @@ Two forms compute the same polynomials:
 
 * `standard`  three products a step; `20n²m + 10n³` flops for five steps on n × m, n <= m;
 * `gram`      works on the n × n Gram matrix and touches the long side only at the ends and at
-  restarts after steps 1, 3, 5, …: `12n²m + 22n³`. Without restarts it drifts: rounded once, the
-  small singular values of the Gram matrix, which are squares, are lost for good.
+  restarts after steps 1 and 3: `12n²m + 22n³` (with other tables than `asym5` after steps 1, 2, 4,
+  6). Without restarts it drifts: rounded once, the small singular values of the Gram matrix, which
+  are squares, are lost for good.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ VARIANTS = ("legacy", "asym5", "polar_express", "custom")
 # 1e6 its worst error against float64 is at most 1.1 times standard's, and at each condition it is
 # at most that plus one unit of bfloat16 (2^-8); `python -m benchmarks.step` prints both. It is the
 # default table in bfloat16, from an aspect ratio (long side over short side) of 3 on. Below a short
-# side of 256 roundings average out less. In float32 the error is up to 1.4 times standard's, with
-# Polar Express up to twice.
+# side of 256 roundings average out less. In float32 the error is up to 1.7 times standard's.
 GRAM_ASPECT = 3.0
 GRAM_MIN_SHORT_SIDE = 256
 # From this aspect ratio on, n × n matrices are such a small part of the work that the Gram form
@@ -91,7 +91,7 @@ GRAM_WIDE_ASPECT = 16.0
 # much faster that the cost of a call decides, and the whole batch is one block.
 _CPU_BLOCK_BYTES = 1 << 19
 
-# Steps 4 and on of the Gram form meet singular values that are mostly near 1 (see `_pair`).
+# From the third group on singular values are mostly near 1 (see `_pair`).
 _FIRST_SHIFTED_GROUP = 2
 
 
@@ -237,13 +237,16 @@ def uses_gram(
 
 
 def step_groups(coefficients: Coefficients, *, gram: bool) -> tuple[Coefficients, ...]:
-    """Steps between two looks at the long side: one by one, or, in the Gram form, the first and
-    then pairs (restarts after steps 1, 3, 5, …). Small singular values grow most in the first
-    step, and an error there would stay, so it is a group of its own."""
+    """Steps between two looks at the long side: one by one, or, in the Gram form, single ones first
+    and then pairs. Small singular values grow most in the first step, and an error there would
+    stay, so it is a group of its own. Of the tables only `asym5` bears a pair of steps 2 and 3:
+    with Polar Express in bfloat16 one matrix in ten then diverges at conditions of 30 to 300."""
     if not gram:
         return tuple((step,) for step in coefficients)
-    pairs = (coefficients[i : i + 2] for i in range(1, len(coefficients), 2))
-    return (coefficients[:1], *pairs)
+    alone = 1 if coefficients == ASYM5[: len(coefficients)] else 2
+    singles = tuple((step,) for step in coefficients[:alone])
+    pairs = (coefficients[i : i + 2] for i in range(alone, len(coefficients), 2))
+    return (*singles, *pairs)
 
 
 # ---------------------------------------------------------------------------------------- iteration
@@ -282,8 +285,8 @@ def orthogonalize_block(
     """Fill `target` [B, rows, columns] from `source`, of any dtype; n × n matrices are kept in
     `small_dtype`. Two buffers take turns; the last one written is `target`.
 
-    Tall matrices are multiplied from the right by the polynomial of X'X, which gives the transpose
-    of what their transposes would give, and saves two transposing copies.
+    Tall matrices are multiplied from the right by the transposed polynomial of X'X: the transpose
+    of what is done for their transposes, without two transposing copies.
     """
     count, rows, columns = target.shape
     tall, n = rows > columns, min(rows, columns)
@@ -296,7 +299,7 @@ def orthogonalize_block(
         _gram_matrix(x.mT if tall else x, shift, out=small[0])
         factor, polynomial = _polynomial(group, small, shift)
         polynomial = polynomial.to(x.dtype)
-        torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=factor, out=y)
+        torch.baddbmm(x, *((x, polynomial.mT) if tall else (polynomial, x)), beta=factor, out=y)
         x, y = y, x
 
 
@@ -385,16 +388,16 @@ def _step_polynomial(
     """`a + bR + cR²` from `gram` = `R - s`, rewritten in powers of `R - s`. The constant term is
     returned, the others go to `out`."""
     a, b, c = step
-    symmetric_product(gram, gram, out=out, add=gram, beta=b + 2 * c * shift, alpha=c)
+    torch.baddbmm(gram, gram, gram, beta=b + 2 * c * shift, alpha=c, out=out)
     return a + (b + c) * shift
 
 
 def _compose(p: Tensor, constant: float, q: Tensor, shift: int, *, out: Tensor) -> None:
-    """`(p + constant)(q + s) - s`, for s 0 or 1."""
+    """`(p + constant)(q + s) - s`, for s 0 or 1. Symmetric but for rounding, and it must not be
+    made so: what the later step corrects of the earlier one's rounding stands on one side only."""
     if not shift:
-        symmetric_product(p, q, out=out, add=q, beta=constant)
+        torch.baddbmm(q, p, q, beta=constant, out=out)
         return
-    torch.add(p, q, alpha=constant, out=out)
-    symmetric_product(p, q, out=out, add=out)
+    torch.add(p, q, alpha=constant, out=out).baddbmm_(p, q)
     if constant != 1:
         out.diagonal(dim1=-2, dim2=-1).add_(constant - 1)
