@@ -1,9 +1,9 @@
 """Matrix products whose result is known to be symmetric: one triangle computed, the other mirrored.
 
 `XX'`, and polynomials of such a matrix. BLAS has this as `syrk`; torch does not, so the lower
-triangle is computed in panels of columns, each from its diagonal block down, and copied across. That saves up to half of
-the flops and costs a transposing copy of n² elements, so it pays where both the matrix and the
-inner dimension are large. The measurements are in docs/decisions (symmetric products by panels).
+triangle is computed in panels of columns, each from its diagonal block down, and copied across.
+That saves up to half of the flops and costs a transposing copy of n² elements, so it pays where
+both the matrix and the inner dimension are large. Measurements are in docs/decisions.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ LAYERS = {
         ("symmetric", "layout", "hyperparameters", "hooks", "blocks"),
         ("newton_schulz",),
         ("compiled",),
-        ("rules", "plan"),
+        ("rules", "plan", "control"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading"),
