@@ -3,9 +3,13 @@ how matrices lie: transposition, batches, neighbours that are not finite."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hyperopt.newton_schulz import Coefficients, newton_schulz, resolve_coefficients
 from tests.reference.newton_schulz import by_singular_values, polar
@@ -155,6 +159,41 @@ def test_a_matrix_does_not_touch_its_neighbours(
         assert not result[1].any()
     elif value != 1e30:
         assert bool(result[1].isnan().all())
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that operations make. Each is kept, so that no address comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage.data_ptr()] = storage
+        return result
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_more_steps_need_no_more_memory(dtype: torch.dtype, form: str) -> None:
+    """Two long buffers and two or three small ones take turns; normalising has a little of its own
+    in 16 bits."""
+    matrix = gaussian(32, 96).to(dtype)
+    needed = []
+    for steps in (3, 5):
+        with Allocations() as allocations:
+            run(matrix, TABLES["asym5"][:steps], dtype, form)
+        needed.append(allocations.bytes())
+    assert needed[0] == needed[1]
+    buffers = (3 * 32 * 96 + 3 * 32 * 32) * dtype.itemsize  # the source's storage counts
+    assert needed[0] <= buffers + (4 * 32 * 96 + 1024 if dtype == torch.bfloat16 else 64)
 
 
 @pytest.mark.parametrize("form", FORMS)
