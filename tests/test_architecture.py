@@ -28,8 +28,8 @@ LAYERS = {
     "hyperopt": (
         ("ownership",),
         ("sharing",),
-        ("symmetric", "layout", "hyperparameters", "hooks", "blocks"),
-        ("newton_schulz",),
+        ("symmetric",),
+        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
         ("compiled",),
         ("rules", "plan", "control"),
         ("comm",),
@@ -38,7 +38,7 @@ LAYERS = {
         ("assembly",),
         ("seam",),
         ("distributed",),
-        ("muon", "adamw", "chained", "recipes"),
+        ("muon", "adamw", "chained_views", "chained", "recipes"),
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
