@@ -31,6 +31,13 @@ class Counting:
         return graph.forward
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where torch puts what it compiles: not among what it keeps between runs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -182,14 +189,13 @@ def two_replicas() -> list[list[Tensor]]:
 
 
 @pytest.mark.soak
-def test_replicas_stay_equal_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_stay_equal_to_the_bit(cache: Path) -> None:
     """Compiled the whole way to machine code, which takes half a minute."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     first, second = run_ranks(two_replicas, 2, timeout=280)
     for a, b, eager in zip(first[0], second[0], first[1], strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, eager, rtol=1e-5, atol=1e-6)
-    assert list(tmp_path.rglob("*.so")), "nothing was compiled"
+    assert list(cache.rglob("*.so")), "nothing was compiled"
 
 
 def differing_plans() -> str:
