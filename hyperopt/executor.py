@@ -18,6 +18,7 @@ hangs; what it computes from then on is void, and the caller tells everybody.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -38,6 +39,10 @@ IN_PLACE_BYTES = 1 << 18
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor]
 """Tensors by parameter index."""
+
+
+BATCH_ELEMENTS = 1 << 29
+"""Cap, over the number of shards, of what a rule transforms at once: it needs copies of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,16 +366,37 @@ class _UnitRun:
             members.append(matrix)
         for group, (names, members) in groups.items():
             hyper = self.tensors.hyperparameters[group]
-            self.failure.attempt(self.rule.transform, names, members, hyper)
+            for part in self.runs([m.numel() for m in members]):
+                self.failure.attempt(self.rule.transform, names[part], members[part], hyper)
+
+    def runs(self, elements: Sequence[int]) -> Iterator[slice]:
+        """Runs of at most `BATCH_ELEMENTS` over the number of shards; a larger tensor stands
+        alone."""
+        cap, start, filled = BATCH_ELEMENTS // self.plan.layouts[self.unit.layout].shards, 0, 0
+        for i, count in enumerate(elements):
+            if i > start and filled + count > cap:
+                yield slice(start, i)
+                start, filled = i, 0
+            filled += count
+        yield slice(start, len(elements))
 
     def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
-        """Whole matrices from the shards' parts."""
+        """Whole matrices from the shards' parts; those of one shape lie one after the other, so
+        that a rule can take them as a batch."""
         shapes = [self.plan.parameters[s.parameter].shape for s in slots]
-        matrices = [self.allocate(prod(shape), received.dtype).view(shape) for shape in shapes]
+        room = {
+            shape: iter(self.batch(shape, n, received.dtype))
+            for shape, n in Counter(shapes).items()
+        }
+        matrices = [next(room[shape]) for shape in shapes]
         targets, sources = self.parts(slots, matrices, received)
         if targets:
             torch._foreach_copy_(targets, sources)
         return matrices
+
+    def batch(self, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Room for `count` tensors of a shape, one after the other."""
+        return self.allocate(count * prod(shape), dtype).view(count, *shape).unbind(0)
 
     def scatter_into(
         self, slots: Sequence[Slot], matrices: Sequence[Tensor], buffer: Tensor

@@ -205,11 +205,15 @@ def newton_schulz(
     dtype: torch.dtype,
     algorithm: str,
     kernel: BlockKernel | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`orthogonalize` for options that were validated before: one matrix or a batch. `kernel`
-    stands for `orthogonalize_block`."""
+    stands for `orthogonalize_block`. `out`: a contiguous tensor of the same shape in `dtype` for
+    the result; it may be `matrices`, unless there is a kernel."""
     rows, columns = matrices.shape[-2:]
-    result = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
+    result = (
+        torch.empty(matrices.shape, dtype=dtype, device=matrices.device) if out is None else out
+    )
     if not result.numel():
         return result
     source, target = matrices.reshape(-1, rows, columns), result.view(-1, rows, columns)
@@ -282,8 +286,9 @@ def orthogonalize_block(
     epsilon: float,
     small_dtype: torch.dtype,
 ) -> None:
-    """Fill `target` [B, rows, columns] from `source`, of any dtype; n × n matrices are kept in
-    `small_dtype`. Two buffers take turns; the last one written is `target`.
+    """Fill `target` [B, rows, columns] from `source`, of any dtype, which may be `target`, as it is
+    read before the first product. n × n matrices are kept in `small_dtype`. Two buffers take turns;
+    the last one written is `target`.
 
     Tall matrices are multiplied from the right by the transposed polynomial of X'X: the transpose
     of what is done for their transposes, without two transposing copies.

@@ -12,7 +12,7 @@ slots of one parameter group:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -24,7 +24,6 @@ from hyperopt import blocks, compiled
 from hyperopt.compiled import CompiledMath
 from hyperopt.hooks import (
     MuonHooks,
-    NSInputTransform,
     PostUpdateContext,
     rewrite,
     run_momentum_update,
@@ -169,7 +168,7 @@ def decay_and_add(
     """
     params = list(parameters)
     if not cautious and blocks.fits(params, updates):
-        blocks.decay_and_add(params, updates, factors, 1.0 - decay)
+        blocks.decay_and_add(params, updates, factors, decay)
         return
     if decay and cautious:
         _cautious_decay(params, updates, -decay if negated else decay)
@@ -246,35 +245,51 @@ class MuonRule:
         self, names: Sequence[str], matrices: Sequence[Tensor], hyper: Hyperparameters
     ) -> None:
         """Newton-Schulz, same-shaped matrices together; scaled where `finish` cannot do it."""
-        if self.hooks.rewrites:
-            inputs = [rewrite(self.hooks, n, m) for n, m in zip(names, matrices, strict=True)]
-        else:
-            inputs = [NSInputTransform([m], _copy_first) for m in matrices]
-        shapes = [matrix_shape(tuple(t.shape))[1:] for i in inputs for t in i.tensors]
-        flat = [t.reshape(-1, *s) for t, s in zip(_tensors(inputs), shapes, strict=True)]
+        if not self.hooks.rewrites:
+            self._transform_in_place(matrices, hyper)
+            return
+        inputs = [rewrite(self.hooks, n, m) for n, m in zip(names, matrices, strict=True)]
+        tensors = [tensor for rewritten in inputs for tensor in rewritten.tensors]
+        shapes = [matrix_shape(tuple(t.shape))[1:] for t in tensors]
+        flat = [t.reshape(-1, *s) for t, s in zip(tensors, shapes, strict=True)]
         results = self._orthogonalize(flat, hyper)
-        if self.hooks.rewrites or hyper["apply_lr_in_update"]:
-            for result, shape in zip(results, shapes, strict=True):
-                result.mul_(self._folded(shape, hyper))
-        shaped = iter([r.reshape(t.shape) for r, t in zip(results, _tensors(inputs), strict=True)])
+        for result, shape in zip(results, shapes, strict=True):
+            result.mul_(self._folded(shape, hyper))
+        shaped = iter([r.reshape(t.shape) for r, t in zip(results, tensors, strict=True)])
         for rewritten, matrix in zip(inputs, matrices, strict=True):
             rewritten.restore([next(shaped) for _ in rewritten.tensors], matrix)
 
-    def _orthogonalize(self, batches: Sequence[Tensor], hyper: Hyperparameters) -> list[Tensor]:
-        """Each `[B, rows, columns]`, in batches of one shape."""
+    def _transform_in_place(self, matrices: Sequence[Tensor], hyper: Hyperparameters) -> None:
+        """Each result takes the place of its matrix, without a copy where memory allows it."""
+        shapes = [matrix_shape(tuple(m.shape))[1:] for m in matrices]
+        flat = [m.view(-1, *s) for m, s in zip(matrices, shapes, strict=True)]
+        for result, matrix in zip(self._orthogonalize(flat, hyper, reuse=True), flat, strict=True):
+            if result.data_ptr() != matrix.data_ptr():
+                matrix.copy_(result)
+        if hyper["apply_lr_in_update"]:
+            for matrix, shape in zip(flat, shapes, strict=True):
+                matrix.mul_(self._folded(shape, hyper))
+
+    def _orthogonalize(
+        self, batches: Sequence[Tensor], hyper: Hyperparameters, *, reuse: bool = False
+    ) -> list[Tensor]:
+        """Each `[B, rows, columns]`, in batches of one shape. `reuse`: results may take the memory
+        of the batches."""
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for i, batch in enumerate(batches):
             by_shape.setdefault(tuple(batch.shape[1:]), []).append(i)
         results: list[Tensor] = list(batches)
         for members in by_shape.values():
             parts = [batches[i] for i in members]
-            stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-            whole = self._zeropower(stacked, hyper)
+            together = joined(parts)
+            stacked = torch.cat(parts) if together is None else together
+            whole = self._zeropower(stacked, hyper, stacked if reuse or together is None else None)
             for i, part in zip(members, torch.split(whole, [len(p) for p in parts]), strict=True):
                 results[i] = part
         return results
 
-    def _zeropower(self, stacked: Tensor, hyper: Hyperparameters) -> Tensor:
+    def _zeropower(self, stacked: Tensor, hyper: Hyperparameters, out: Tensor | None) -> Tensor:
+        """The result for a batch; `out` may hold it, and may be the batch itself."""
         if self.hooks.zeropower is not None:
             result = self.hooks.zeropower(stacked, steps=hyper["ns_steps"])
             if result.shape != stacked.shape:
@@ -283,13 +298,15 @@ class MuonRule:
                 )
             # A copy: a hook may return its argument, which holds the momentum update.
             return result.to(stacked.dtype, copy=True)
+        kernel = self.compiled.block_kernel(stacked.device) if self.compiled else None
         return newton_schulz(
             stacked,
             resolve_coefficients(hyper["ns_variant"], hyper["ns_steps"], hyper["ns_coefficients"]),
             epsilon=hyper["ns_epsilon"],
             dtype=hyper["ns_dtype"],
             algorithm=hyper["ns_algorithm"],
-            kernel=self.compiled.block_kernel(stacked.device) if self.compiled else None,
+            kernel=kernel,
+            out=None if kernel is not None else out,
         )
 
     def _folded(self, shape: tuple[int, ...], hyper: Hyperparameters) -> float:
@@ -332,12 +349,20 @@ class MuonRule:
             self.hooks.post_update(whole, local, PostUpdateContext(name, shape, lr, decay, step))
 
 
-def _tensors(inputs: Sequence[NSInputTransform]) -> Iterator[Tensor]:
-    return (tensor for rewritten in inputs for tensor in rewritten.tensors)
-
-
-def _copy_first(updates: list[Tensor], out: Tensor) -> None:
-    out.copy_(updates[0])
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous batches [B, rows, columns] of one shape as one batch, where they lie one after the
+    other in the same memory; None elsewhere."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        follows = part.storage_offset() == start and part.is_contiguous()
+        if part.untyped_storage().data_ptr() != storage or not follows:
+            return None
+        start += part.numel()
+    count = sum(len(part) for part in parts)
+    return first.as_strided((count, *first.shape[1:]), first.stride())
 
 
 # -------------------------------------------------------------------------------------------- AdamW

@@ -32,15 +32,17 @@ def test_momentum(dtype: torch.dtype, nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize("update_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keep", [1.0, 0.9])
-def test_decay_and_add(update_dtype: torch.dtype, keep: float) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("factor", [-0.1, 0.0, 1.0])
+def test_decay_and_add(update_dtype: torch.dtype, decay: float, factor: float) -> None:
     parameters = [random(n, n) for n in SIZES]
     updates = [random(n, n + 1, update_dtype) for n in SIZES]
-    factors = [-0.1 * (i + 1) for i in range(len(SIZES))]
+    factors = [factor * (i + 1) for i in range(len(SIZES))]
     expected = [
-        keep * p + f * u.float() for p, u, f in zip(parameters, updates, factors, strict=True)
+        (1 - decay) * p + f * u.float()
+        for p, u, f in zip(parameters, updates, factors, strict=True)
     ]
-    decay_and_add(parameters, updates, factors, keep)
+    decay_and_add(parameters, updates, factors, decay)
     for p, e in zip(parameters, expected, strict=True):
         torch.testing.assert_close(p, e, rtol=1e-5, atol=1e-6)
 
