@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm
+from hyperopt import agreement, comm
 from hyperopt.executor import Executor
 from hyperopt.layout import Layout, layout_of, local_tensor
 from hyperopt.ownership import Box, ParameterPlacement
@@ -93,13 +95,41 @@ def assemble(
     replica_count: ReplicaCount,
     replicate_group: dist.ProcessGroup | None,
     config: PlanConfig,
+    error: Exception | None = None,
 ) -> Assembly:
-    """Plan, take seats, and check that the ranks of each mesh have the same plan. Collective.
+    """Plan, check that the ranks of each mesh have the same plan, and take seats. Collective over
+    the world.
 
     Raises:
-        ValueError: for a layout or replica count that cannot work, when this rank's shards are not
-            those that the plan computes, and on every rank of a mesh when plans differ.
+        Exception: `error`, an error that this rank has met before.
+        ValueError: for a layout or replica count that cannot work, and when this rank's shards are
+            not those that the plan computes; on every rank of the world when another rank cannot
+            go on, or when plans of one mesh differ.
     """
+    hosts = agreement.share_hosts(socket.gethostname(), error)
+    draft = agreement.Draft()
+    try:
+        parameters, names, plan = _plan(groups, rule, replica_count, replicate_group, config, hosts)
+        digest = _identity(plan, rule, config)
+        meshes = {_ranks(layout): None for layout in plan.layouts}
+        keys = tuple(agreement.mesh_key(ranks) for ranks in meshes if ranks)
+        draft = agreement.Draft(digest, len(parameters), keys)
+    except Exception as problem:
+        error = problem
+    agreement.agree_on_drafts(draft, error)
+    executor = Executor(plan, rule, comm.take_seats(plan.layouts, parameters))
+    return Assembly(parameters, names, executor, _find_domains(plan), digest)
+
+
+def _plan(
+    groups: Sequence[Mapping[str, Any]],
+    rule: UpdateRule,
+    replica_count: ReplicaCount,
+    replicate_group: dist.ProcessGroup | None,
+    config: PlanConfig,
+    hosts: Sequence[str],
+) -> tuple[tuple[Tensor, ...], tuple[str, ...], StepPlan]:
+    """Parameters, their names, and the plan of a step. No collective."""
     parameters = tuple(p for group in groups for p in group["params"])
     names = tuple(name for group in groups for name in group_names(group))
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
@@ -107,25 +137,26 @@ def assemble(
         raise ValueError(f"several parameters have the same name: {twice[:10]}")
     by_parameter = [layout_of(p, replicate_group) for p in parameters]
     layouts = list(dict.fromkeys(by_parameter))
-    hosts = comm.gather_hosts()
-    specs = list(_specs(groups, names, [layouts.index(x) for x in by_parameter], rule))
     plan = build_plan(
-        specs,
+        list(_specs(groups, names, [layouts.index(x) for x in by_parameter], rule)),
         [_plan_layout(layout, replica_count, hosts) for layout in layouts],
         config,
         whole_matrices=rule.whole_matrices,
     )
-    executor = Executor(plan, rule, comm.take_seats(plan.layouts, parameters))
-    digest = plan.digest()
-    assembly = Assembly(parameters, names, executor, _find_domains(plan), digest)
-    _check_plans(assembly)
-    _check_shards(assembly)
-    return assembly
+    _check_shards(plan, parameters)
+    return parameters, names, plan
 
 
-def _plan_layout(
-    layout: Layout, replica_count: ReplicaCount, hosts: Sequence[str] | None
-) -> LayoutPlan:
+def _identity(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> bytes:
+    """32 bytes that differ where ranks would not issue the same collectives in a step: because of
+    the plan, of the rule (hooks add some, and change what travels), or of the replica guard."""
+    traits = (type(rule).__name__, rule.sends_parameters, rule.runs_user_code)
+    known = hashlib.blake2b(plan.digest(), digest_size=32)
+    known.update(repr((traits, config.check_replicas_every)).encode())
+    return known.digest()
+
+
+def _plan_layout(layout: Layout, replica_count: ReplicaCount, hosts: Sequence[str]) -> LayoutPlan:
     ranks = layout.rank_table()
     known = hosts if layout.mesh is not None else None
     return LayoutPlan(layout, ranks, resolve_replica_count(replica_count, ranks, known))
@@ -153,35 +184,36 @@ def _specs(
         )
 
 
+def _ranks(layout: LayoutPlan) -> comm.Ranks:
+    """The ranks that a layout's parameters live on; none for those that share nothing."""
+    return layout.all_ranks() if layout.layout.mesh is not None else ()
+
+
 def _find_domains(plan: StepPlan) -> tuple[Domain, ...]:
     """The sets of ranks that must agree, each with its parameters; one control group each."""
-    members: dict[tuple[int, ...], list[int]] = {}
+    members: dict[comm.Ranks, list[int]] = {}
     for index, spec in enumerate(plan.parameters):
-        layout = plan.layouts[spec.layout]
-        ranks = layout.all_ranks() if layout.layout.mesh is not None else ()
-        members.setdefault(ranks, []).append(index)
+        members.setdefault(_ranks(plan.layouts[spec.layout]), []).append(index)
     return tuple(
         Domain(comm.control_group(ranks), tuple(indices))
         for ranks, indices in sorted(members.items())
     )
 
 
-def _check_plans(assembly: Assembly) -> None:
-    for domain in assembly.domains:
-        everyone = comm.gather_objects((assembly.digest, len(assembly.parameters)), domain.group)
-        if len(set(everyone)) > 1:
+def _check_shards(plan: StepPlan, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless this rank is part of every layout, and holds what that means."""
+    rank = comm.current_rank()
+    for spec, parameter in zip(plan.parameters, parameters, strict=True):
+        layout = plan.layouts[spec.layout]
+        seat = layout.seat(rank)
+        if seat is None:
             raise ValueError(
-                "ranks of one mesh were given different parameters, groups or options; parameters "
-                f"per rank: {[count for _, count in everyone]}"
+                f"{spec.fqn}: rank {rank} is not part of its mesh (ranks "
+                f"{list(layout.all_ranks())})"
             )
-
-
-def _check_shards(assembly: Assembly) -> None:
-    for index, parameter in enumerate(assembly.parameters):
-        expected = sum(box.elements for box in assembly.boxes(index))
-        found = local_tensor(parameter).numel()
+        boxes = layout.layout.shard_boxes(spec.shape)[seat[1]]
+        expected, found = sum(box.elements for box in boxes), local_tensor(parameter).numel()
         if found != expected:
             raise ValueError(
-                f"{assembly.names[index]}: this rank holds {found} elements, its placement means "
-                f"{expected}"
+                f"{spec.fqn}: this rank holds {found} elements, its placement means {expected}"
             )

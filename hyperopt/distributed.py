@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,18 @@ from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
-from hyperopt.loading import agree_on_states, agree_on_steps, check_keys
+from hyperopt.loading import (
+    LoadedState,
+    agree_on_parameters,
+    agree_on_steps,
+    check_keys,
+    check_step,
+    check_value,
+    local_states,
+    matching_rows,
+    merge_group,
+    read_together,
+)
 from hyperopt.ownership import (
     GroupRow,
     OwnedTensor,
@@ -27,20 +37,31 @@ from hyperopt.ownership import (
     held_boxes,
 )
 from hyperopt.plan import PlanConfig, ReplicaCount
-from hyperopt.preflight import StepError, agree_on_failures, agree_on_gradients
+from hyperopt.preflight import (
+    Domain,
+    Stance,
+    StepError,
+    active_gradients,
+    agree_on_failures,
+    agree_on_gradients,
+    describe,
+    evaluate,
+    find_problem,
+)
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
     States,
     StateStore,
     StateView,
+    create_states,
     from_pieces,
     gather_states,
-    local_part,
     state_shape,
     to_pieces,
 )
 from hyperopt.state_dicts import (
+    ParsedDict,
     localize_states,
     parse_state_dict,
     to_flat,
@@ -51,6 +72,7 @@ from hyperopt.state_dicts import (
 
 logger = logging.getLogger(__name__)
 
+_GROUPS_CHANGED = "parameter groups changed: call reset_optimizer_parameters() on every rank"
 _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
 
 
@@ -95,9 +117,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._store = StateStore()
         self._groups_changed = False
         self._steps = 0
+        self._checked_options: list[list[tuple[str, Any]]] = []
         self._columns: list[guard.Column] | None = None
-        super().__init__(params, defaults)
-        self._assembly = self._assemble()
+        error: Exception | None = None
+        try:
+            super().__init__(params, defaults)
+        except Exception as problem:
+            error = problem  # raised below, once the other ranks know
+        self._assembly = self._assemble(error)
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -138,9 +165,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         old = self._assembly
         positions = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
-        if gone:
-            raise ValueError(f"parameters with state are no longer in any group: {gone}")
-        new = self._assemble()
+        error = ValueError(f"parameters with state are no longer in any group: {gone}")
+        new = self._assemble(error if gone else None)
         states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
         entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
         self._assembly, self._columns = new, None
@@ -151,13 +177,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if new.owns(place):
                 self._store.owned[place] = state
 
-    def _assemble(self) -> Assembly:
+    def _assemble(self, error: Exception | None = None) -> Assembly:
         assembly = assemble(
-            self.param_groups,
+            [] if error else self.param_groups,
             self._rule,
             self._replica_count,
             self._replicate_group,
             self._plan_config,
+            error,
         )
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
@@ -169,9 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _ready(self) -> Assembly:
         if self._groups_changed:
-            raise RuntimeError(
-                "parameter groups changed: call reset_optimizer_parameters() on every rank"
-            )
+            raise RuntimeError(_GROUPS_CHANGED)
         return self._assembly
 
     # ---------------------------------------------------------------------------------------- step
@@ -190,18 +215,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             agreed: what `preflight` returned, where it has run already.
 
         Raises:
-            PreflightError: on every rank, before anything changes, where one rank has a gradient
-                that another lacks, a sparse gradient, or another plan.
+            PreflightError: on every rank, before anything changes, where `preflight` says so; and
+                on the others, where the closure raised on one rank.
             StepError: on every rank, where a hook raised on one of them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        ready = self._ready()
+        loss = evaluate(closure, self.preflight)
+        ready = self._assembly
         self.cleanup_synced_state()
-        gradients = self._active_gradients(self.preflight() if agreed is None else agreed)
-        self._create_states(gradients)
+        agreed = self.preflight() if agreed is None else agreed
+        gradients = active_gradients(ready.parameters, agreed)
+        create_states(self._store, gradients, ready.parameters, self._rule, ready.owns)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
                 group[STEP] += 1
@@ -248,17 +271,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return names
 
     @torch.no_grad()
-    def preflight(self) -> list[bool]:
+    def preflight(self, problem: str | None = None) -> list[bool]:
         """Which parameters step, agreed on by all ranks; changes nothing. Collective.
+
+        Args:
+            problem: what keeps this rank from stepping, if the caller knows of something.
 
         Raises:
             PreflightError: on every rank, where one rank has a gradient that another lacks, a
-                sparse gradient, another plan, or other hyperparameters.
+                sparse or complex gradient, another plan, other or impossible hyperparameters, new
+                groups that were not planned, or a problem.
         """
-        ready = self._ready()
-        digest = hashlib.blake2b(ready.digest, digest_size=32)
-        digest.update(repr([plain_values(group) for group in self.param_groups]).encode())
-        return agree_on_gradients(ready.parameters, ready.names, ready.domains, digest.digest())
+        ready = self._assembly
+        options = [plain_values(group) for group in self.param_groups]
+        problem = (
+            problem or self._find_problem(options) or find_problem(ready.parameters, ready.names)
+        )
+        stance = Stance(ready.digest, options, problem)
+        return agree_on_gradients(ready.parameters, ready.names, ready.domains, stance)
+
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """The sets of ranks that step together, this rank among them."""
+        return self._assembly.domains
+
+    def _find_problem(self, options: list[list[tuple[str, Any]]]) -> str | None:
+        """What is wrong with the groups, in words. Options are checked again when they changed: a
+        scheduler may have set them."""
+        if self._groups_changed:
+            return _GROUPS_CHANGED
+        if options != self._checked_options:
+            try:
+                for group in self.param_groups:
+                    self.validate_group({**group, "params": []}, [])
+            except ValueError as error:
+                return str(error)
+            self._checked_options = options
+        return None
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any
@@ -267,41 +316,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if error is not None:
                 raise error
             return
-        text = None if error is None else f"{type(error).__name__}: {error}"
+        text = None if error is None else describe(error)
         failures = agree_on_failures(text, self._assembly.domains)
         if failures:
             raise StepError(
                 f"the step failed ({'; '.join(failures)}); parameters and state are no longer "
                 "usable: resume from a checkpoint"
             ) from error
-
-    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
-        """Local gradients of the parameters that step; an empty shard without one gets an empty
-        one."""
-        gradients: dict[int, Tensor] = {}
-        for index, parameter in enumerate(self._assembly.parameters):
-            if active[index]:
-                gradient = parameter.grad
-                local = local_tensor(parameter)
-                gradients[index] = (
-                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
-                )
-        return gradients
-
-    def _create_states(self, gradients: Mapping[int, Tensor]) -> None:
-        """State of parameters that step for the first time: on owners; noted on every rank."""
-        for index, gradient in gradients.items():
-            if index in self._store.entries:
-                continue
-            with torch.device("meta"):
-                shapes = self._rule.new_state(
-                    torch.empty(0, dtype=self._assembly.parameters[index].dtype),
-                    torch.empty(0, dtype=gradient.dtype),
-                )
-            self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
-            if self._assembly.owns(index):
-                local = local_tensor(self._assembly.parameters[index])
-                self._store.owned[index] = self._rule.new_state(local, gradient)
 
     # --------------------------------------------------------------------------------- torch's form
 
@@ -359,7 +380,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Free the state that is here only because it was synchronized. No collective."""
         self._store.synced = None
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
 
@@ -367,47 +387,53 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept, in their own dtypes. Parameters, and state of other parameters, stay as they are.
 
         Raises:
-            ValueError: before anything changes, when groups, names, keys or shapes do not fit.
+            ValueError: on every rank and before anything changes, when groups, names, keys or
+                shapes do not fit on one of them.
         """
+        self.take_loaded(self.read_state_dict(state_dict))
+
+    @torch.no_grad()
+    def read_state_dict(self, state_dict: Mapping[str, Any]) -> LoadedState:
+        """Check a state dict as `load_state_dict` does, and take this rank's parts of it, without
+        changing anything. Collective."""
+        domains, names = self.domains, self._assembly.names
+        parsed, merged = read_together(lambda: self._parse(state_dict), domains)
+        agree_on_parameters([names[index] for index in parsed.states], domains)
+        steps = agree_on_steps([g.get(STEP) for g in parsed.groups], domains)
+        if not self._rule.step_per_parameter:
+            merged = [
+                {**group, STEP: group[STEP] if step is None else step}
+                for group, step in zip(merged, steps, strict=True)
+            ]
+        ready = self._assembly
+        return LoadedState(
+            local_states(parsed.states, ready.parameters, ready.names, ready.boxes), merged
+        )
+
+    def _parse(self, state_dict: Mapping[str, Any]) -> tuple[ParsedDict, list[dict[str, Any]]]:
+        """States and groups of a state dict, checked as far as this rank can see."""
         ready = self._ready()
         parsed = parse_state_dict(state_dict, [group_names(g) for g in self.param_groups])
-        given = {ready.names[index]: state for index, state in parsed.states.items()}
-        agree_on_states(given, self._rule.state_keys, ready.domains)
-        states: States = {}
-        for index, state in sorted(parsed.states.items()):
-            name = ready.names[index]
-            states[index] = {
-                key: local_part(
-                    state[key], ready.parameters[index], ready.boxes(index), f"{name}.{key}"
-                )
-                for key in self._rule.state_keys
-            }
-        merged = self._merge_groups(parsed.groups)
-        for group, values in zip(self.param_groups, merged, strict=True):
-            group.update(values)
+        for index, state in parsed.states.items():
+            check_keys(ready.names[index], state, self._rule.state_keys)
+            for key, value in state.items():
+                check_value(f"{ready.names[index]}.{key}", value, ready.parameters[index])
+        merged = []
+        for number, (group, saved) in enumerate(zip(self.param_groups, parsed.groups, strict=True)):
+            check_step(number, saved.get(STEP))
+            merged.append(merge_group(group, saved))
+            self.validate_group(merged[-1], group_names(group))
+        return parsed, merged
+
+    def take_loaded(self, loaded: LoadedState) -> None:
+        """Replace state, hyperparameters and steps by what `read_state_dict` returned."""
+        for group, values in zip(self.param_groups, loaded.groups, strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
         self._store.clear()
-        for index, local in states.items():
+        for index, local in loaded.states.items():
             self._store.entries[index] = {key: t.dtype for key, t in local.items()}
             if self._assembly.owns(index):
                 self._store.owned[index] = local
-
-    def _merge_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Saved hyperparameters over the present ones, checked, with steps that all ranks share."""
-        merged = []
-        steps = agree_on_steps([g.get(STEP) for g in saved], self._assembly.domains)
-        for group, values, step in zip(self.param_groups, saved, steps, strict=True):
-            known = {
-                key: from_json(value, group[key])
-                if isinstance(group.get(key), torch.dtype)
-                else value
-                for key, value in values.items()
-            }
-            candidate = {**group, **known}
-            if not self._rule.step_per_parameter:
-                candidate["step"] = int(group["step"] if step is None else step)
-            self.validate_group(candidate, group_names(group))
-            merged.append({k: v for k, v in candidate.items() if k != "params"})
-        return merged
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
@@ -493,18 +519,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: before anything changes, when groups do not fit.
         """
-        ours = self.group_table()
-        found = {row.name: row for row in rows}
-        for row in ours:
-            other = found.get(row.name)
-            if other is None or set(other.fqns) != set(row.fqns):
-                strange = sorted(set(row.fqns) ^ set(other.fqns if other else ()))
-                raise ValueError(f"group {row.name!r} differs in parameters: {strange[:10]}")
         saved = []
-        for row, group in zip(ours, self.param_groups, strict=True):
-            other = found[row.name]
-            values = {k: from_json(v, group.get(k)) for k, v in other.hyperparameters.items()}
-            saved.append({**values, "step": other.step})
+        for row, group in zip(
+            matching_rows(self.group_table(), rows), self.param_groups, strict=True
+        ):
+            values = {k: from_json(v, group.get(k)) for k, v in row.hyperparameters.items()}
+            saved.append({**values, "step": row.step})
         for group, values in zip(self.param_groups, saved, strict=True):
             step = values.pop("step")
             self.validate_group({**group, **values}, group_names(group))

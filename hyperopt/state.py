@@ -6,7 +6,7 @@ somewhere, with its dtype, so that ranks agree on what to send without asking.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from hyperopt.comm import Seat, publish
 from hyperopt.layout import local_tensor
 from hyperopt.ownership import Box, OwnedPiece, OwnedTensor
 from hyperopt.plan import StepPlan
+from hyperopt.rules import UpdateRule
 
 BROADCAST_BYTES = 512 * 2**20
 """Cap of one packed buffer when owners' state is sent to every replica."""
@@ -54,6 +55,26 @@ class StateStore:
     def visible(self) -> States:
         """What `optimizer.state` shows."""
         return self.owned if self.synced is None else self.synced
+
+
+def create_states(
+    store: StateStore,
+    gradients: Mapping[int, Tensor],
+    parameters: Sequence[Tensor],
+    rule: UpdateRule,
+    owns: Callable[[int], bool],
+) -> None:
+    """State of parameters that step for the first time: on owners; noted on every rank."""
+    for index, gradient in gradients.items():
+        if index in store.entries:
+            continue
+        with torch.device("meta"):
+            shapes = rule.new_state(
+                torch.empty(0, dtype=parameters[index].dtype), torch.empty(0, dtype=gradient.dtype)
+            )
+        store.entries[index] = {key: t.dtype for key, t in shapes.items()}
+        if owns(index):
+            store.owned[index] = rule.new_state(local_tensor(parameters[index]), gradient)
 
 
 class StateView(Mapping[Tensor, dict[str, Tensor]]):

@@ -31,7 +31,7 @@ LAYERS = {
         ("rules", "plan"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
-        ("state_dicts", "loading"),
+        ("state_dicts", "loading", "agreement"),
         ("assembly",),
         ("distributed",),
         ("muon", "adamw", "chained", "recipes"),

@@ -280,9 +280,9 @@ def change_on_one_rank(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("lr", "hyperparameters of ranks [2] differ"),
+        ("lr", "lr of group 0 is 0.1 on ranks [0, 1, 3], 0.5 on ranks [2]"),
         ("key", "layer0.weight"),
-        ("state", "some lack that of ['layer0.weight']"),
+        ("state", "layer0.weight (none on ranks [2])"),
     ],
 )
 def test_what_differs_on_one_rank_raises_everywhere(change: str, message: str) -> None:
