@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from hyperopt.comm import Ranks, current_rank, gather_world
 from hyperopt.preflight import describe, told_by
 
@@ -94,5 +96,6 @@ def _check_mesh(mesh: tuple[bytes, int], drafts: Sequence[Draft]) -> None:
 
 def _told(error: Exception) -> str:
     """An error for the other ranks; logged, in case they never come to hear it."""
-    logger.error("rank %d cannot build the optimizer: %s", current_rank(), describe(error))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        logger.error("rank %d cannot build the optimizer: %s", current_rank(), describe(error))
     return describe(error)

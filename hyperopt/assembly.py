@@ -130,6 +130,13 @@ def _plan(
     hosts: Sequence[str],
 ) -> tuple[tuple[Tensor, ...], tuple[str, ...], StepPlan]:
     """Parameters, their names, and the plan of a step. No collective."""
+    if not isinstance(config, PlanConfig):
+        raise TypeError(f"plan must be a PlanConfig, got {config!r}")
+    if replicate_group is not None and not isinstance(replicate_group, dist.ProcessGroup):
+        raise TypeError(
+            "replicate_group must be a process group that this rank belongs to, got "
+            f"{replicate_group!r}"
+        )
     parameters = tuple(p for group in groups for p in group["params"])
     names = tuple(name for group in groups for name in group_names(group))
     twice = sorted(name for name, count in Counter(names).items() if count > 1)

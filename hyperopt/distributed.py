@@ -113,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._replica_count = hsdp_replica_count
         self._replicate_group = replicate_group
-        self._plan_config = plan or PlanConfig()
+        self._plan_config = PlanConfig() if plan is None else plan
         self._store = StateStore()
         self._groups_changed = False
         self._steps = 0
@@ -420,7 +420,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 check_value(f"{ready.names[index]}.{key}", value, ready.parameters[index])
         merged = []
         for number, (group, saved) in enumerate(zip(self.param_groups, parsed.groups, strict=True)):
-            check_step(number, saved.get(STEP))
+            check_step(str(number), saved.get(STEP))
             merged.append(merge_group(group, saved))
             self.validate_group(merged[-1], group_names(group))
         return parsed, merged
@@ -519,18 +519,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: before anything changes, when groups do not fit.
         """
-        saved = []
-        for row, group in zip(
-            matching_rows(self.group_table(), rows), self.param_groups, strict=True
-        ):
+        matched = matching_rows(self.group_table(), rows)
+        merged = []
+        for row, group in zip(matched, self.param_groups, strict=True):
             values = {k: from_json(v, group.get(k)) for k, v in row.hyperparameters.items()}
-            saved.append({**values, "step": row.step})
-        for group, values in zip(self.param_groups, saved, strict=True):
-            step = values.pop("step")
-            self.validate_group({**group, **values}, group_names(group))
+            if row.step is not None and not self._rule.step_per_parameter:
+                values[STEP] = check_step(row.name, row.step)
+            merged.append({**group, **values})
+            self.validate_group(merged[-1], group_names(group))
+        for group, values in zip(self.param_groups, merged, strict=True):
             group.update(values)
-            if step is not None and not self._rule.step_per_parameter:
-                group["step"] = int(step)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:
         """Placement and owner per parameter FQN; the same on all ranks.

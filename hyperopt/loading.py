@@ -82,14 +82,14 @@ def check_value(what: str, value: Any, parameter: Tensor) -> None:
         )
 
 
-def check_step(number: int, step: Any) -> int | None:
+def check_step(group: str, step: Any) -> int | None:
     """The step of a group as an integer; None where there is none. Raises ValueError."""
     value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if value is None:
         return None
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if not whole or value < 0:
-        raise ValueError(f"{STEP} of group {number} must be a whole number of 0 or more: {step!r}")
+        raise ValueError(f"{STEP} of group {group} must be a whole number of 0 or more: {step!r}")
     return int(value)
 
 
@@ -127,7 +127,7 @@ def agree_on_steps(steps: Sequence[Any], domains: Sequence[Domain]) -> list[int 
 
     Raises ValueError where ranks disagree, with group, ranks and steps.
     """
-    known = [check_step(number, step) for number, step in enumerate(steps)]
+    known = [check_step(str(number), step) for number, step in enumerate(steps)]
     for domain in domains:
         everyone = gather_objects(known, domain.group)
         for number in range(len(known)):

@@ -43,8 +43,9 @@ class PlanConfig:
             raise ValueError(
                 f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
             )
-        if isinstance(self.unit_bytes, bool) or self.unit_bytes < 1:
-            raise ValueError(f"PlanConfig.unit_bytes must be positive, got {self.unit_bytes}")
+        size = self.unit_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"PlanConfig.unit_bytes must be a positive integer, got {size!r}")
 
 
 @dataclass(frozen=True, slots=True)

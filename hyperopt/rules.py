@@ -27,6 +27,7 @@ from hyperopt.hooks import (
     PostUpdateContext,
     rewrite,
     run_momentum_update,
+    run_zeropower,
 )
 from hyperopt.layout import matrix_shape
 from hyperopt.newton_schulz import newton_schulz, resolve_coefficients
@@ -271,13 +272,7 @@ class MuonRule:
 
     def _zeropower(self, stacked: Tensor, hyper: Hyperparameters) -> Tensor:
         if self.hooks.zeropower is not None:
-            result = self.hooks.zeropower(stacked, steps=hyper["ns_steps"])
-            if result.shape != stacked.shape:
-                raise ValueError(
-                    f"zeropower_fn returned shape {tuple(result.shape)} for {tuple(stacked.shape)}"
-                )
-            # A copy: a hook may return its argument, which holds the momentum update.
-            return result.to(stacked.dtype, copy=True)
+            return run_zeropower(self.hooks.zeropower, stacked, hyper["ns_steps"])
         return newton_schulz(
             stacked,
             resolve_coefficients(hyper["ns_variant"], hyper["ns_steps"], hyper["ns_coefficients"]),

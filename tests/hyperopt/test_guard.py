@@ -71,9 +71,3 @@ def test_fingerprint_sees_bits_and_places(dtype: torch.dtype) -> None:
     negative_zero, zero = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)
     negative_zero[1] = -0.0
     assert int(fingerprint(negative_zero)) != int(fingerprint(zero))
-
-
-@pytest.mark.parametrize("value", [-1, True, 0.5])
-def test_interval_is_checked(value: Any) -> None:
-    with pytest.raises(ValueError, match="check_replicas_every"):
-        hyperopt.PlanConfig(check_replicas_every=value)
