@@ -80,9 +80,11 @@ def _check_mesh(mesh: tuple[bytes, int], drafts: Sequence[Draft]) -> None:
     _, size = mesh
     here = {rank: d for rank, d in enumerate(drafts) if mesh in d.meshes}
     if len(here) != size:
+        absent = sorted(set(range(len(drafts))) - set(here))
+        others = f"ranks {absent}" if size == len(drafts) else "its other ranks"
         raise ValueError(
-            f"ranks {sorted(here)} have parameters on a mesh of {size} ranks, its other ranks have "
-            "none there: every rank of a mesh must be given the same parameters"
+            f"ranks {sorted(here)} have parameters on a mesh of {size} ranks, {others} have none "
+            "there: every rank of a mesh must be given the same parameters"
         )
     if len({d.plan for d in here.values()}) > 1:
         first = next(iter(here))
