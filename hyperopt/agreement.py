@@ -81,9 +81,9 @@ def _check_mesh(mesh: tuple[bytes, int], drafts: Sequence[Draft]) -> None:
     here = {rank: d for rank, d in enumerate(drafts) if mesh in d.meshes}
     if len(here) != size:
         absent = sorted(set(range(len(drafts))) - set(here))
-        others = f"ranks {absent}" if size == len(drafts) else "its other ranks"
+        missing = f"ranks {absent}" if size == len(drafts) else "its other ranks"
         raise ValueError(
-            f"ranks {sorted(here)} have parameters on a mesh of {size} ranks, {others} have none "
+            f"ranks {sorted(here)} have parameters on a mesh of {size} ranks, {missing} have none "
             "there: every rank of a mesh must be given the same parameters"
         )
     if len({d.plan for d in here.values()}) > 1:

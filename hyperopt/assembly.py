@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperopt import agreement, comm
+from hyperopt.control import control_group
 from hyperopt.executor import Executor
 from hyperopt.layout import Layout, layout_of, local_tensor
 from hyperopt.ownership import Box, ParameterPlacement
@@ -22,6 +23,7 @@ from hyperopt.plan import (
     ParameterSpec,
     PlanConfig,
     ReplicaCount,
+    Slot,
     StepPlan,
     build_plan,
     resolve_replica_count,
@@ -48,23 +50,27 @@ def group_names(group: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A plan in place on this rank; sequences are by parameter index, the order of the groups."""
+    """A plan in place on this rank; sequences are by parameter index, the order of the groups.
+
+    `owned`: the slot that this rank owns of a parameter, where it owns one.
+    """
 
     parameters: tuple[Tensor, ...]
     names: tuple[str, ...]
     executor: Executor
     domains: tuple[Domain, ...]
     digest: bytes
+    owned: Mapping[int, Slot]
 
     @property
     def plan(self) -> StepPlan:
         """The plan, the same on all ranks of a mesh."""
         return self.executor.plan
 
-    def owns(self, index: int) -> bool:
-        """Whether the state of a parameter lives on this rank."""
-        seat = self.executor.seats[self.plan.parameters[index].layout]
-        return self.plan.slots[index].owner == seat.coordinate
+    def owned_part(self, index: int, local: Tensor) -> Tensor:
+        """The part of a parameter's local tensor that this rank owns. A view."""
+        layout = self.plan.layouts[self.plan.parameters[index].layout]
+        return self.owned[index].part_of(local, layout.replica_count)
 
     def boxes(self, index: int) -> tuple[Box, ...]:
         """The boxes of a parameter that this rank holds."""
@@ -80,10 +86,10 @@ class Assembly:
                 spec.shape,
                 layout.layout.mesh,
                 layout.layout.placements,
-                (slot,),
+                parts,
                 layout.replica_count,
             )
-            for spec, slot in zip(self.plan.parameters, slots, strict=True)
+            for spec, parts in zip(self.plan.parameters, slots, strict=True)
             for layout in (self.plan.layouts[spec.layout],)
         }
 
@@ -95,13 +101,17 @@ def assemble(
     replica_count: ReplicaCount,
     replicate_group: dist.ProcessGroup | None,
     config: PlanConfig,
+    previous: Mapping[Tensor, int] | None = None,
     error: Exception | None = None,
 ) -> Assembly:
     """Plan, check that the ranks of each mesh have the same plan, and take seats. Collective over
     the world.
 
+    `previous`: owners that parameters had before, kept where that balances as well. `error`: what
+    this rank has met before, to be raised once the others know.
+
     Raises:
-        Exception: `error`, an error that this rank has met before.
+        Exception: `error`.
         ValueError: for a layout or replica count that cannot work, and when this rank's shards are
             not those that the plan computes; on every rank of the world when another rank cannot
             go on, or when plans of one mesh differ.
@@ -109,7 +119,18 @@ def assemble(
     hosts = agreement.share_hosts(socket.gethostname(), error)
     draft = agreement.Draft()
     try:
-        parameters, names, plan = _plan(groups, rule, replica_count, replicate_group, config, hosts)
+        _check_arguments(config, replicate_group)
+        parameters, names = _members(groups)
+        found = [layout_of(p, replicate_group) for p in parameters]
+        layouts = list(dict.fromkeys(found))
+        plan = build_plan(
+            list(_specs(groups, names, [layouts.index(x) for x in found], rule)),
+            [_plan_layout(layout, replica_count, hosts) for layout in layouts],
+            config,
+            whole_matrices=rule.whole_matrices,
+            previous=[(previous or {}).get(p) for p in parameters],
+        )
+        _check_shards(plan, parameters)
         digest = _identity(plan, rule, config)
         meshes = {_ranks(layout): None for layout in plan.layouts}
         keys = tuple(agreement.mesh_key(ranks) for ranks in meshes if ranks)
@@ -118,18 +139,15 @@ def assemble(
         error = problem
     agreement.agree_on_drafts(draft, error)
     executor = Executor(plan, rule, comm.take_seats(plan.layouts, parameters))
-    return Assembly(parameters, names, executor, _find_domains(plan), digest)
+    owned = {
+        slot.parameter: slot
+        for slot in plan.slots
+        if slot.owner == executor.seats[plan.parameters[slot.parameter].layout].coordinate
+    }
+    return Assembly(parameters, names, executor, _find_domains(plan), digest, owned)
 
 
-def _plan(
-    groups: Sequence[Mapping[str, Any]],
-    rule: UpdateRule,
-    replica_count: ReplicaCount,
-    replicate_group: dist.ProcessGroup | None,
-    config: PlanConfig,
-    hosts: Sequence[str],
-) -> tuple[tuple[Tensor, ...], tuple[str, ...], StepPlan]:
-    """Parameters, their names, and the plan of a step. No collective."""
+def _check_arguments(config: PlanConfig, replicate_group: dist.ProcessGroup | None) -> None:
     if not isinstance(config, PlanConfig):
         raise TypeError(f"plan must be a PlanConfig, got {config!r}")
     if replicate_group is not None and not isinstance(replicate_group, dist.ProcessGroup):
@@ -137,21 +155,15 @@ def _plan(
             "replicate_group must be a process group that this rank belongs to, got "
             f"{replicate_group!r}"
         )
-    parameters = tuple(p for group in groups for p in group["params"])
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """The parameters of all groups and their names, of which none may occur twice."""
     names = tuple(name for group in groups for name in group_names(group))
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice and all("param_names" in group for group in groups):
         raise ValueError(f"several parameters have the same name: {twice[:10]}")
-    by_parameter = [layout_of(p, replicate_group) for p in parameters]
-    layouts = list(dict.fromkeys(by_parameter))
-    plan = build_plan(
-        list(_specs(groups, names, [layouts.index(x) for x in by_parameter], rule)),
-        [_plan_layout(layout, replica_count, hosts) for layout in layouts],
-        config,
-        whole_matrices=rule.whole_matrices,
-    )
-    _check_shards(plan, parameters)
-    return parameters, names, plan
+    return tuple(p for group in groups for p in group["params"]), names
 
 
 def _identity(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> bytes:
@@ -202,8 +214,7 @@ def _find_domains(plan: StepPlan) -> tuple[Domain, ...]:
     for index, spec in enumerate(plan.parameters):
         members.setdefault(_ranks(plan.layouts[spec.layout]), []).append(index)
     return tuple(
-        Domain(comm.control_group(ranks), tuple(indices))
-        for ranks, indices in sorted(members.items())
+        Domain(control_group(ranks), tuple(indices)) for ranks, indices in sorted(members.items())
     )
 
 

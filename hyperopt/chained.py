@@ -22,7 +22,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.preflight import PreflightError, evaluate
+from hyperopt.preflight import Agreement, PreflightError, evaluate
 from hyperopt.state_dicts import ParsedDict, parse_state_dict, to_flat, to_nested
 
 LabelFunction = Callable[[str, nn.Parameter], str | None]
@@ -196,14 +196,14 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 member.step()
         return loss
 
-    def _preflight(self, problem: str | None = None) -> dict[str, list[bool]]:
+    def _preflight(self, problem: str | None = None) -> dict[str, Agreement]:
         """Every member's preflight before any of them changes anything. All run, also after an
         error, so that ranks of different meshes stay together; then the first error is raised.
 
         Members of few ranks come first and hand their error on, so that where one member lives on
         parts of another's mesh, all ranks of that mesh hear of it.
         """
-        agreed: dict[str, list[bool]] = {}
+        agreed: dict[str, Agreement] = {}
         errors: list[PreflightError] = []
         members = sorted(self._distributed().items(), key=lambda item: _ranks_together(item[1]))
         for name, member in members:
@@ -378,7 +378,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
 def _ranks_together(member: DistributedOptimizer) -> int:
     """How many ranks step together with this one."""
-    return max((d.group.size() for d in member.domains if d.group is not None), default=1)
+    return max(len(domain.ranks) for domain in member.domains)
 
 
 def _check_claims(model: nn.Module, members: Mapping[str, torch.optim.Optimizer]) -> None:

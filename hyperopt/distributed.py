@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm, guard
+from hyperopt import comm, guard, seam
 from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, plain_values, to_json
@@ -34,16 +34,15 @@ from hyperopt.ownership import (
     Ownership,
     ParameterPlacement,
     StateEntry,
-    held_boxes,
 )
 from hyperopt.plan import PlanConfig, ReplicaCount
 from hyperopt.preflight import (
+    Agreement,
     Domain,
     Stance,
     StepError,
-    active_gradients,
     agree_on_failures,
-    agree_on_gradients,
+    agree_on_step,
     describe,
     evaluate,
     find_problem,
@@ -54,11 +53,7 @@ from hyperopt.state import (
     States,
     StateStore,
     StateView,
-    create_states,
-    from_pieces,
     gather_states,
-    state_shape,
-    to_pieces,
 )
 from hyperopt.state_dicts import (
     ParsedDict,
@@ -79,7 +74,7 @@ _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state and work live on owner replicas.
 
-    A step: preflight (one small all-reduce: who has gradients, same plan, no problem), then the
+    A step: preflight (one small exchange: who has gradients, same plan, no problem), then the
     executor's stages. See `hyperopt.executor` for the phases of communication.
 
     Subclasses give a rule, defaults, and `validate_group`. Parameters may be plain tensors or
@@ -118,13 +113,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._groups_changed = False
         self._steps = 0
         self._checked_options: list[list[tuple[str, Any]]] = []
+        self._send_parameters = False
         self._columns: list[guard.Column] | None = None
         error: Exception | None = None
         try:
             super().__init__(params, defaults)
         except Exception as problem:
             error = problem  # raised below, once the other ranks know
-        self._assembly = self._assemble(error)
+        self._assembly = self._assemble(error=error)
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -166,7 +162,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         positions = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
         error = ValueError(f"parameters with state are no longer in any group: {gone}")
-        new = self._assemble(error if gone else None)
+        owners = dict(zip(old.parameters, old.plan.owners(), strict=True))
+        new = self._assemble(owners, error if gone else None)
         states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
         entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
         self._assembly, self._columns = new, None
@@ -174,16 +171,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._store.entries.update(entries)
         for index, state in states.items():
             place = positions[old.parameters[index]]
-            if new.owns(place):
-                self._store.owned[place] = state
+            if place in new.owned:
+                self._store.owned[place] = seam.own_part(new, place, state)
 
-    def _assemble(self, error: Exception | None = None) -> Assembly:
+    def _assemble(
+        self, previous: Mapping[Tensor, int] | None = None, error: Exception | None = None
+    ) -> Assembly:
         assembly = assemble(
             [] if error else self.param_groups,
             self._rule,
             self._replica_count,
             self._replicate_group,
             self._plan_config,
+            previous,
             error,
         )
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
@@ -206,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         closure: Callable[[], float] | None = None,
         *,
-        agreed: Sequence[bool] | None = None,
+        agreed: Agreement | None = None,
     ) -> float | None:
         """One step. Collective; every rank must call it.
 
@@ -223,8 +223,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ready = self._assembly
         self.cleanup_synced_state()
         agreed = self.preflight() if agreed is None else agreed
-        gradients = active_gradients(ready.parameters, agreed)
-        create_states(self._store, gradients, ready.parameters, self._rule, ready.owns)
+        gradients = self._active_gradients(agreed.active)
+        self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
                 group[STEP] += 1
@@ -235,9 +235,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 gradients,
                 self._store.owned,
                 self.param_groups,
+                agreed.sent,
             )
         )
         self._raise_together(error)
+        self._send_parameters = False
         self._steps += 1
         every = self._plan_config.check_replicas_every
         if every and self._steps % every == 0:
@@ -266,13 +268,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 names,
                 "; took the first replica's values" if heal else "",
             )
+        if names:
+            self._send_parameters = True
         if heal:
             guard.heal(ready.plan, self._columns, ready.parameters, diverged)
         return names
 
     @torch.no_grad()
-    def preflight(self, problem: str | None = None) -> list[bool]:
-        """Which parameters step, agreed on by all ranks; changes nothing. Collective.
+    def preflight(self, problem: str | None = None) -> Agreement:
+        """What all ranks agree on before a step; changes nothing. Collective.
 
         Args:
             problem: what keeps this rank from stepping, if the caller knows of something.
@@ -287,8 +291,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         problem = (
             problem or self._find_problem(options) or find_problem(ready.parameters, ready.names)
         )
-        stance = Stance(ready.digest, options, problem)
-        return agree_on_gradients(ready.parameters, ready.names, ready.domains, stance)
+        stance = Stance(ready.digest, options, problem, self._send_parameters)
+        return agree_on_step(ready.parameters, ready.names, ready.domains, stance)
 
     @property
     def domains(self) -> tuple[Domain, ...]:
@@ -323,6 +327,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the step failed ({'; '.join(failures)}); parameters and state are no longer "
                 "usable: resume from a checkpoint"
             ) from error
+
+    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
+        """Local gradients of the parameters that step; an empty shard without one gets an empty
+        one."""
+        gradients: dict[int, Tensor] = {}
+        for index, parameter in enumerate(self._assembly.parameters):
+            if active[index]:
+                gradient = parameter.grad
+                local = local_tensor(parameter)
+                gradients[index] = (
+                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
+                )
+        return gradients
+
+    def _create_states(self, gradients: Mapping[int, Tensor]) -> None:
+        """State of parameters that step for the first time: on owners; noted on every rank."""
+        for index, gradient in gradients.items():
+            if index in self._store.entries:
+                continue
+            with torch.device("meta"):
+                shapes = self._rule.new_state(
+                    torch.empty(0, dtype=self._assembly.parameters[index].dtype),
+                    torch.empty(0, dtype=gradient.dtype),
+                )
+            self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
+            if index in self._assembly.owned:
+                local = local_tensor(self._assembly.parameters[index])
+                own = (self._assembly.owned_part(index, t) for t in (local, gradient))
+                self._store.owned[index] = self._rule.new_state(*own)
 
     # --------------------------------------------------------------------------------- torch's form
 
@@ -430,25 +463,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, loaded.groups, strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})
         self._store.clear()
+        self._send_parameters = True
         for index, local in loaded.states.items():
             self._store.entries[index] = {key: t.dtype for key, t in local.items()}
-            if self._assembly.owns(index):
-                self._store.owned[index] = local
+            if index in self._assembly.owned:
+                self._store.owned[index] = seam.own_part(self._assembly, index, local)
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
     def owned_state(self) -> dict[str, OwnedTensor]:
         """This rank's pieces of every existing state tensor; live tensors, no collective."""
-        placements = self.parameter_placements()
-        names, rank, world = self._assembly.names, comm.current_rank(), _world_size()
-        out: dict[str, OwnedTensor] = {}
-        for index, state in sorted(self._store.owned.items()):
-            placement = placements[names[index]]
-            for key, local in state.items():
-                shape = state_shape(key, placement.shape)
-                boxes = held_boxes(placement, shape, rank, world)
-                out[f"{names[index]}.{key}"] = to_pieces(local, shape, boxes)
-        return out
+        self.require_names()
+        return seam.owned_pieces(self._ready(), self._store)
 
     @torch.no_grad()
     def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
@@ -457,49 +483,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the parameter and key, when a piece does not fit.
         """
-        names = self._assembly.names
-        split = {name: i for i, name in enumerate(names)}
-        placements = self.parameter_placements()
-        rank, world = comm.current_rank(), _world_size()
-        states: States = {}
-        for full_key, owned in pieces.items():
-            name, _, key = full_key.rpartition(".")
-            if name not in split or key not in self._rule.state_keys:
-                raise ValueError(f"{full_key!r} is not a state of this optimizer")
-            boxes = held_boxes(placements[name], owned.global_shape, rank, world)
-            local = local_tensor(self._assembly.parameters[split[name]])
-            try:
-                tensor = from_pieces(owned, boxes, state_shape(key, local.shape), local.device)
-            except ValueError as error:
-                raise ValueError(f"{full_key}: {error}") from error
-            if self._assembly.owns(split[name]):
-                states.setdefault(split[name], {})[key] = tensor
-        for index, state in states.items():
-            check_keys(names[index], state, self._rule.state_keys)
+        self.require_names()
+        states = seam.from_owned_pieces(self._ready(), pieces, self._rule.state_keys)
         self._store.owned.clear()
         self._store.owned.update(states)
+        self._send_parameters = True
 
     def state_table(self) -> dict[str, StateEntry]:
         """Every state tensor that exists on its owners; the same on all ranks of a mesh."""
-        names = self._assembly.names
-        return {
-            f"{names[index]}.{key}": StateEntry(
-                names[index],
-                key,
-                state_shape(key, self._assembly.parameters[index].shape),
-                str(dtype).removeprefix("torch."),
-            )
-            for index, entry in sorted(self._store.entries.items())
-            for key, dtype in entry.items()
-        }
+        return seam.state_table(self._assembly, self._store)
 
     def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
         """Note which state exists, after `load_owned_state`."""
-        indices = {name: i for i, name in enumerate(self._assembly.names)}
         self._store.entries.clear()
-        for entry in table.values():
-            known = self._store.entries.setdefault(indices[entry.fqn], {})
-            known[entry.key] = getattr(torch, entry.dtype)
+        self._store.entries.update(seam.state_entries(self._assembly, table))
 
     def group_table(self) -> list[GroupRow]:
         """The parameter groups with JSON hyperparameters."""
@@ -542,7 +539,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def ownership(self) -> list[Ownership]:
         """The owner map, with its imbalance."""
         return self._ready().plan.ownership()
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

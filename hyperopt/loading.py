@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt.comm import gather_objects
 from hyperopt.hyperparameters import from_json
 from hyperopt.layout import local_tensor
 from hyperopt.ownership import Box, GroupRow
@@ -45,16 +43,12 @@ def read_together(read: Callable[[], T], domains: Sequence[Domain]) -> T:
     text = None if error is None else describe(error)
     found: dict[str, None] = {}
     for domain in domains:
-        found.update(dict.fromkeys(told_by(_ranks(domain), gather_objects(text, domain.group))))
+        found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(text))))
     if error is not None:
         raise error
     if found:
         raise ValueError(f"another rank cannot load the state: {'; '.join(found)}")
     return result[0]
-
-
-def _ranks(domain: Domain) -> Sequence[int]:
-    return [0] if domain.group is None else dist.get_process_group_ranks(domain.group)
 
 
 def check_keys(name: str, state: Mapping[str, Any], expected: Sequence[str]) -> None:
@@ -107,12 +101,12 @@ def agree_on_parameters(given: Sequence[str], domains: Sequence[Domain]) -> None
     """Raise ValueError on every rank where ranks were given state of different parameters, by
     name. Collective."""
     for domain in domains:
-        everyone = gather_objects(sorted(given), domain.group)
+        everyone = domain.gather(sorted(given))
         known = set(given).union(*everyone)
         lacking = {
             name: [
                 rank
-                for rank, names in zip(_ranks(domain), everyone, strict=True)
+                for rank, names in zip(domain.ranks, everyone, strict=True)
                 if name not in names
             ]
             for name in sorted(known)
@@ -129,11 +123,11 @@ def agree_on_steps(steps: Sequence[Any], domains: Sequence[Domain]) -> list[int 
     """
     known = [check_step(str(number), step) for number, step in enumerate(steps)]
     for domain in domains:
-        everyone = gather_objects(known, domain.group)
+        everyone = domain.gather(known)
         for number in range(len(known)):
             values = {row[number] for row in everyone} - {None}
             if len(values) > 1:
-                listed = dict(zip(_ranks(domain), (r[number] for r in everyone), strict=True))
+                listed = dict(zip(domain.ranks, (r[number] for r in everyone), strict=True))
                 raise ValueError(f"group {number}: ranks disagree on the step: {listed}")
             known[number] = next(iter(values), None)
     return known

@@ -11,15 +11,16 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyperopt.comm import gather_objects
+from hyperopt.control import ControlGroup
 from hyperopt.layout import local_tensor
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,14 @@ class Stance:
 
     `plan` is the digest of its plan, `options` the hyperparameters of each group that can be
     compared (see `hyperparameters.plain_values`), and `problem` says in words what keeps the rank
-    from stepping, or is None.
+    from stepping, or is None. `send_parameters`:
+    whether replicas shall receive whole parameters in this step, whatever the rule sends otherwise.
     """
 
     plan: bytes
     options: Sequence[Sequence[tuple[str, Any]]]
     problem: str | None = None
+    send_parameters: bool = False
 
     def code(self) -> int:
         """56 bits that differ when the plan or any option does."""
@@ -56,53 +59,53 @@ class Stance:
         return int.from_bytes(digest.digest(), "big")
 
 
-def presence(gradient: Tensor | None, local: Tensor) -> int:
+def presence(parameter: Tensor) -> int:
     """What a rank knows of a gradient: that there is one and its dtype, that there is none, or
     nothing, where the rank has no elements and takes its peers' answer."""
+    gradient = parameter.grad
     if gradient is None:
-        return _ABSENT if local.numel() else _UNKNOWN
+        return _ABSENT if local_tensor(parameter).numel() else _UNKNOWN
     return _PRESENT + (_DTYPES.index(gradient.dtype) if gradient.dtype in _DTYPES else len(_DTYPES))
 
 
 def agree_on_presence(
-    answers: Sequence[int], names: Sequence[str], stance: Stance, group: dist.ProcessGroup | None
-) -> list[bool]:
-    """Which parameters step, the same on every rank of a control group.
+    answers: Sequence[int], names: Sequence[str], stance: Stance, group: ControlGroup | None
+) -> tuple[list[bool], bool]:
+    """Which parameters step, and whether whole parameters are sent (if any rank wants it): the same
+    on every rank of a control group.
 
-    One all-reduce of fixed size carries a status, a hash of plan and options and a hash of the
+    One exchange of fixed size carries a status, a hash of plan and options and a hash of the
     answers, so that ranks with different plans cannot meet in collectives of different sizes. Only
     where hashes differ or a rank does not know, the answers themselves follow. Raises
     PreflightError on every rank where one has a problem, plans or options differ, or answers are
     mixed.
     """
+    present = [answer >= _PRESENT for answer in answers]
     if group is None:
         if stance.problem:
             raise PreflightError(stance.problem)
-        return [answer >= _PRESENT for answer in answers]
+        return present, stance.send_parameters
     unknown = _UNKNOWN in answers
     answered = int.from_bytes(hashlib.blake2b(bytes(answers), digest_size=7).digest(), "big")
     lowest = torch.iinfo(torch.int64).min
     known = (lowest, lowest) if unknown else (answered, -answered)
     code = stance.code()
-    flags = torch.tensor(
-        [stance.problem is not None, unknown, code, -code, *known], dtype=torch.int64
-    )
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    failed, any_unknown, code_max, code_min, answered_max, answered_min = flags.tolist()
+    wishes = (stance.problem is not None, unknown, stance.send_parameters)
+    agreed = group.maximum([*map(int, wishes), code, -code, *known])
+    failed, any_unknown, sends, code_max, code_min, answered_max, answered_min = agreed
     if failed or code_max != -code_min:
         _raise_problem(stance, group)
-    if not any_unknown and answered_max == -answered_min:
-        return [answer >= _PRESENT for answer in answers]
-    return _agree_in_detail(answers, names, group)
+    if any_unknown or answered_max != -answered_min:
+        present = _agree_in_detail(answers, names, group)
+    return present, bool(sends)
 
 
 def _agree_in_detail(
-    answers: Sequence[int], names: Sequence[str], group: dist.ProcessGroup
+    answers: Sequence[int], names: Sequence[str], group: ControlGroup
 ) -> list[bool]:
     """Exchange all answers; empty shards take their peers'."""
-    votes = torch.tensor([_votes(answer) for answer in answers], dtype=torch.uint8)
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-    rows = votes.tolist()
+    flags = iter(group.maximum([vote for answer in answers for vote in _votes(answer)]))
+    rows = list(zip(flags, flags, flags, flags, strict=True))
     mixed = [i for i, (yes, no, _, _) in enumerate(rows) if yes and no]
     if mixed:
         _raise_mixed(mixed, answers, names, group)
@@ -122,10 +125,10 @@ def _votes(answer: int) -> tuple[int, int, int, int]:
 
 
 def _raise_mixed(
-    mixed: Sequence[int], answers: Sequence[int], names: Sequence[str], group: dist.ProcessGroup
+    mixed: Sequence[int], answers: Sequence[int], names: Sequence[str], group: ControlGroup
 ) -> None:
-    everyone = gather_objects([answers[i] for i in mixed], group)
-    ranks = dist.get_process_group_ranks(group)
+    everyone = group.gather([answers[i] for i in mixed])
+    ranks = group.ranks
     lines = [
         f"{names[i]} (none on ranks "
         f"{[ranks[k] for k, theirs in enumerate(everyone) if theirs[at] == _ABSENT]})"
@@ -154,10 +157,10 @@ def told_by(ranks: Sequence[int], problems: Sequence[str | None]) -> list[str]:
     ]
 
 
-def _raise_problem(stance: Stance, group: dist.ProcessGroup) -> None:
+def _raise_problem(stance: Stance, group: ControlGroup) -> None:
     """Tell every rank what is wrong, and where."""
-    everyone = gather_objects((stance.problem, stance.plan, stance.options), group)
-    ranks = dist.get_process_group_ranks(group)
+    everyone = group.gather((stance.problem, stance.plan, stance.options))
+    ranks = group.ranks
     problems = told_by(ranks, [problem for problem, _, _ in everyone])
     if problems:
         raise PreflightError(f"the step was refused, nothing was changed: {_listed(problems)}")
@@ -197,65 +200,60 @@ class Domain:
     `group` is None where the parameters share nothing.
     """
 
-    group: dist.ProcessGroup | None
+    group: ControlGroup | None
     members: tuple[int, ...]
 
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks, in the order of `gather`; [0] stands in where nothing is shared."""
+        return [0] if self.group is None else self.group.ranks
 
-def agree_on_gradients(
-    parameters: Sequence[Tensor],
-    names: Sequence[str],
-    domains: Sequence[Domain],
-    stance: Stance,
-) -> list[bool]:
+    def gather(self, value: T) -> list[T]:
+        """Every rank's object; the value alone where nothing is shared. Collective."""
+        return [value] if self.group is None else self.group.gather(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks agreed on: which parameters step, and which of them replicas shall receive as
+    parameters (indices), whatever the rule sends otherwise."""
+
+    active: tuple[bool, ...]
+    sent: frozenset[int]
+
+
+def agree_on_step(
+    parameters: Sequence[Tensor], names: Sequence[str], domains: Sequence[Domain], stance: Stance
+) -> Agreement:
     """Which parameters step, by index and the same on every rank. Collective.
 
     Raises PreflightError on every rank of a domain where they disagree or one of them cannot step.
     """
     active = [False] * len(parameters)
+    sent: set[int] = set()
     # Parameters that share nothing come last: their error is this rank's own, and its peers must
     # have heard of it by then.
     for domain in sorted(domains, key=lambda d: d.group is None):
-        answers = [
-            presence(parameters[i].grad, local_tensor(parameters[i])) for i in domain.members
-        ]
+        answers = [presence(parameters[i]) for i in domain.members]
         members = [names[i] for i in domain.members]
-        agreed = agree_on_presence(answers, members, stance, domain.group)
+        agreed, sends = agree_on_presence(answers, members, stance, domain.group)
         for i, steps in zip(domain.members, agreed, strict=True):
             active[i] = steps
-    return active
-
-
-def active_gradients(parameters: Sequence[Tensor], active: Sequence[bool]) -> dict[int, Tensor]:
-    """Local gradients of the parameters that step, by index; an empty shard without one gets an
-    empty one."""
-    gradients: dict[int, Tensor] = {}
-    for index, (parameter, steps) in enumerate(zip(parameters, active, strict=True)):
-        if steps:
-            gradient = parameter.grad
-            gradients[index] = (
-                torch.empty_like(local_tensor(parameter))
-                if gradient is None
-                else local_tensor(gradient)
-            )
-    return gradients
+        sent.update(domain.members if sends else ())
+    return Agreement(tuple(active), frozenset(sent))
 
 
 def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:
     """What went wrong on any rank during a step, with the rank; empty where nothing did.
 
-    Collective: one all-reduce of one number a domain while all is well.
+    Collective: one exchange of one number a domain while all is well.
     """
     found: dict[str, None] = {}
     for domain in domains:
         if domain.group is None:
             found.update(dict.fromkeys([problem] if problem else []))
-            continue
-        flag = torch.tensor(int(problem is not None))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=domain.group)
-        if flag.item():
-            ranks = dist.get_process_group_ranks(domain.group)
-            everyone = gather_objects(problem, domain.group)
-            found.update(dict.fromkeys(told_by(ranks, everyone)))
+        elif domain.group.maximum([int(problem is not None)])[0]:
+            found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(problem))))
     return list(found)
 
 

@@ -113,7 +113,7 @@ def test_a_group_that_is_added_is_refused_by_name(kind: str, option: str, value:
     with pytest.raises((ValueError, TypeError), match=option):
         optimizer.add_param_group({"params": [("extra", extra)], option: value})
     assert len(optimizer.param_groups) == 1
-    assert optimizer.preflight() == [False]  # and needs no reset
+    assert optimizer.preflight().active == (False,)  # and needs no reset
 
 
 @pytest.mark.parametrize(("kind", "option", "value"), GROUP_ROWS)
