@@ -16,7 +16,7 @@ from torch import Tensor
 from hyperopt import agreement, comm
 from hyperopt.control import control_group
 from hyperopt.executor import Executor
-from hyperopt.layout import Layout, layout_of, local_tensor
+from hyperopt.layout import Layout, layout_of, local_tensor, matrix_shape
 from hyperopt.ownership import Box, ParameterPlacement
 from hyperopt.plan import (
     LayoutPlan,
@@ -128,6 +128,7 @@ def assemble(
             [_plan_layout(layout, replica_count, hosts) for layout in layouts],
             config,
             whole_matrices=rule.whole_matrices,
+            whole_parameters=rule.whole_parameters,
             previous=[(previous or {}).get(p) for p in parameters],
         )
         _check_shards(plan, parameters)
@@ -200,6 +201,7 @@ def _specs(
             wire=str(wire).removeprefix("torch."),
             wire_itemsize=wire.itemsize,
             dtype=str(parameter.dtype).removeprefix("torch."),
+            matrices=matrix_shape(shape) if rule.whole_matrices else None,
         )
 
 

@@ -68,6 +68,11 @@ class UpdateRule(Protocol):
     """Whether `step` is a state tensor; otherwise the parameter group counts."""
 
     @property
+    def whole_parameters(self) -> bool:
+        """Whether `transform` needs whole parameters, also of those whose shards hold whole
+        matrices."""
+
+    @property
     def sends_parameters(self) -> bool:
         """Whether owners send finished parameters, instead of payloads that replicas finish."""
 
@@ -199,6 +204,11 @@ class MuonRule:
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     whole_matrices: ClassVar[bool] = True
     step_per_parameter: ClassVar[bool] = False
+
+    @property
+    def whole_parameters(self) -> bool:
+        """With hooks that rewrite updates: only they know which elements make a matrix."""
+        return self.hooks.rewrites
 
     @property
     def sends_parameters(self) -> bool:
@@ -337,6 +347,7 @@ class AdamWRule:
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "step")
     whole_matrices: ClassVar[bool] = False
+    whole_parameters: ClassVar[bool] = False
     step_per_parameter: ClassVar[bool] = True
     sends_parameters: ClassVar[bool] = True
     runs_user_code: ClassVar[bool] = False
