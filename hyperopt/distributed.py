@@ -223,7 +223,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ready = self._assembly
         self.cleanup_synced_state()
         agreed = self.preflight() if agreed is None else agreed
-        gradients = self._active_gradients(agreed.active)
+        parameters = [local_tensor(p) for p in ready.parameters]
+        gradients = self._active_gradients(agreed.active, parameters)
         self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
@@ -231,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         error = ready.executor.step(
             StepInput(
                 ready.parameters,
-                [local_tensor(p) for p in ready.parameters],
+                parameters,
                 gradients,
                 self._store.owned,
                 self.param_groups,
@@ -328,16 +329,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "usable: resume from a checkpoint"
             ) from error
 
-    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
+    def _active_gradients(
+        self, active: Sequence[bool], local: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty
         one."""
         gradients: dict[int, Tensor] = {}
         for index, parameter in enumerate(self._assembly.parameters):
             if active[index]:
                 gradient = parameter.grad
-                local = local_tensor(parameter)
                 gradients[index] = (
-                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
+                    torch.empty_like(local[index]) if gradient is None else local_tensor(gradient)
                 )
         return gradients
 
