@@ -177,7 +177,9 @@ def decay_and_add(
         blocks.decay_and_add(params, updates, factors, 1.0 - decay)
         return
     if decay and cautious:
-        _cautious_decay(params, updates, -decay if negated else decay)
+        moved = [i for i, factor in enumerate(factors) if factor]
+        signed = -decay if negated else decay
+        _cautious_decay([params[i] for i in moved], [updates[i] for i in moved], signed)
     elif decay:
         torch._foreach_mul_(params, 1.0 - decay)
     for factor in dict.fromkeys(factors):
@@ -188,10 +190,13 @@ def decay_and_add(
 def _cautious_decay(parameters: Sequence[Tensor], updates: Sequence[Tensor], decay: float) -> None:
     """Decay only the elements whose update has the parameter's sign (Chen et al. 2025, 'Cautious
     weight decay'): there the step, which subtracts the update, shrinks them as well. A negative
-    `decay` says that the updates come with their sign turned."""
+    `decay` says that the updates come with their sign turned. Where an update is zero, as all are
+    at scale 0, nothing decays. Signs are compared, because a product of small numbers may be 0.
+    """
     sign = 1.0 if decay > 0 else -1.0
     for p, u in zip(parameters, updates, strict=True):
-        p.sub_(torch.where(sign * p * u > 0, p, torch.zeros_like(p)), alpha=abs(decay))
+        same = (p.sign() == sign * u.sign()) & (u != 0)
+        p.sub_(torch.where(same, p, torch.zeros_like(p)), alpha=abs(decay))
 
 
 @dataclass(frozen=True, slots=True)
