@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,48 +21,13 @@ from hyperopt.hooks import MuonHooks
 from hyperopt.rules import AdamWRule, Batch, MuonRule, UpdateRule
 from tests.distributed import run_ranks
 from tests.hyperopt.setups import DIMS, square
+from tests.hyperopt.tracing import Event, Trace, recorded_collectives
 from tests.hyperopt.worlds import SHAPES, make_parameters, set_gradients
 
 EVEN = ((16, 16),) * 16
 """Four matrices for each of four workers: with one a unit, every rank works in every unit."""
 UNITS = 4
 ONE_EACH = PlanConfig(unit_bytes=16 * 16 * 2 * 4 // 2)
-COLLECTIVES = ("all_to_all_single", "broadcast", "all_gather_into_tensor", "all_gather")
-
-
-@dataclass(frozen=True)
-class Event:
-    """`what` happened: `prepare`, `transform`, `finish`, `issue` or `wait`; `number` counts them,
-    for `wait` it is the issue's. For collectives `op`, global ranks of the group, and the bytes."""
-
-    what: str
-    number: int
-    op: str = ""
-    ranks: tuple[int, ...] = ()
-    nbytes: int = 0
-
-
-@dataclass
-class Trace:
-    """What one rank did in one step, in order."""
-
-    events: list[Event] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, what: str, **details: Any) -> int:
-        number = self.counts[what]
-        self.counts[what] += 1
-        self.events.append(Event(what, number, **details))
-        return number
-
-    def at(self, what: str, number: int) -> int:
-        """The place of an event."""
-        return next(i for i, e in enumerate(self.events) if (e.what, e.number) == (what, number))
-
-    def issued_after(self, what: str, number: int) -> int:
-        """The number of the first collective that follows an event."""
-        later = self.events[self.at(what, number) :]
-        return next(e.number for e in later if e.what == "issue")
 
 
 @dataclass(frozen=True)
@@ -91,42 +53,6 @@ class RecordingRule:
     def finish(self, batch: Batch, payload: Sequence[Tensor]) -> None:
         self.trace.add("finish")
         self.inner.finish(batch, payload)
-
-
-@dataclass(frozen=True)
-class RecordedWork:
-    """A handle that notes when it is waited for."""
-
-    work: Any
-    number: int
-    trace: Trace
-
-    def wait(self) -> None:
-        self.trace.events.append(Event("wait", self.number))
-        self.work.wait()
-
-
-@contextmanager
-def recorded_collectives(trace: Trace) -> Iterator[None]:
-    """Note every collective; what is asynchronous also when it is waited for."""
-
-    def recording(name: str) -> Callable[..., Any]:
-        original = getattr(dist, name)
-
-        def call(output: Any, *args: Any, **kwargs: Any) -> Any:
-            parts = output if isinstance(output, list) else [output]
-            nbytes = sum(t.numel() * t.element_size() for t in parts)
-            ranks = tuple(dist.get_process_group_ranks(kwargs["group"]))
-            number = trace.add("issue", op=name, ranks=ranks, nbytes=nbytes)
-            work = original(output, *args, **kwargs)
-            return work if work is None else RecordedWork(work, number, trace)
-
-        return call
-
-    with ExitStack() as stack:
-        for name in COLLECTIVES:
-            stack.enter_context(patch.object(dist, name, recording(name)))
-        yield
 
 
 def traced(kind: str, shapes: Sequence[tuple[int, ...]], plan: PlanConfig) -> Trace:
