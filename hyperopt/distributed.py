@@ -18,7 +18,7 @@ from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
 from hyperopt.loading import (
     LoadedState,
-    agree_on_parameters,
+    agree_on_names,
     agree_on_steps,
     check_keys,
     check_step,
@@ -368,10 +368,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
         this rank does not own goes with the dict.
         """
-        ready = self._ready()
+        parameters = self._assembly.parameters
         with torch.no_grad():
             states = self._complete_states()
-            state = localize_states(states) if localize else wrap_states(states, ready.parameters)
+            state = localize_states(states) if localize else wrap_states(states, parameters)
         return to_index_keyed(state, self.param_groups)
 
     def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
@@ -394,16 +394,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _complete_states(self) -> States:
+        """Every parameter's state. Ranks first agree on what there is to send, and raise together
+        where they do not."""
+        ready = read_together(self._ready, self.domains)
+        agree_on_names(self._store.describe(ready.names), self.domains)
         if self._store.synced is not None:
             return self._store.synced
-        ready = self._assembly
         return gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
 
     @contextmanager
     def synchronized_state(self) -> Iterator[None]:
         """Within the context `state` shows every parameter's state on every rank. Collective on
         entry; on exit, also after an error, what this rank does not own is freed."""
-        self._ready()
         with torch.no_grad():
             self._store.synced = self._complete_states()
         try:
@@ -433,7 +435,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         changing anything. Collective."""
         domains, names = self.domains, self._assembly.names
         parsed, merged = read_together(lambda: self._parse(state_dict), domains)
-        agree_on_parameters([names[index] for index in parsed.states], domains)
+        agree_on_names([names[index] for index in parsed.states], domains)
         steps = agree_on_steps([g.get(STEP) for g in parsed.groups], domains)
         if not self._rule.step_per_parameter:
             merged = [

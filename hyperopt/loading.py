@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -97,23 +98,28 @@ def merge_group(present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     return {**present, **known}
 
 
-def agree_on_parameters(given: Sequence[str], domains: Sequence[Domain]) -> None:
-    """Raise ValueError on every rank where ranks were given state of different parameters, by
-    name. Collective."""
+def agree_on_names(given: Sequence[str], domains: Sequence[Domain]) -> None:
+    """Raise ValueError on every rank where ranks have state under different names. Collective: one
+    small exchange a domain while all is well."""
+    names = sorted(given)
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=7).digest()
+    code = int.from_bytes(digest, "big")
     for domain in domains:
-        everyone = domain.gather(sorted(given))
-        known = set(given).union(*everyone)
-        lacking = {
-            name: [
-                rank
-                for rank, names in zip(domain.ranks, everyone, strict=True)
-                if name not in names
-            ]
-            for name in sorted(known)
-        }
-        lines = [f"{name} (none on ranks {ranks})" for name, ranks in lacking.items() if ranks]
-        if lines:
-            raise ValueError(f"ranks were given different state: {'; '.join(lines[:10])}")
+        if domain.group is None:
+            continue
+        top, bottom = domain.group.maximum([code, -code])
+        if top != -bottom:
+            _raise_differing(domain.ranks, domain.gather(names))
+
+
+def _raise_differing(ranks: Sequence[int], everyone: Sequence[Sequence[str]]) -> None:
+    known = sorted(set().union(*everyone))
+    lacking = {
+        name: [rank for rank, names in zip(ranks, everyone, strict=True) if name not in names]
+        for name in known
+    }
+    lines = [f"{name} (none on ranks {where})" for name, where in lacking.items() if where]
+    raise ValueError(f"ranks have different state: {'; '.join(lines[:10])}")
 
 
 def agree_on_steps(steps: Sequence[Any], domains: Sequence[Domain]) -> list[int | None]:

@@ -38,7 +38,8 @@ def unplanned_group() -> list[str]:
     if dist.get_rank() == ODD:
         setup.optimizer.add_param_group({"params": extra})
     told = []
-    for action in (setup.optimizer.step, partial(setup.optimizer.load_state_dict, good)):
+    actions = (setup.optimizer.step, partial(setup.optimizer.load_state_dict, good))
+    for action in (*actions, setup.optimizer.state_dict):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             action()
         told.append(str(caught.value))
@@ -51,10 +52,33 @@ def unplanned_group() -> list[str]:
 
 
 def test_a_group_that_one_rank_did_not_plan_raises_everywhere() -> None:
-    for rank, (step, load) in enumerate(run_ranks(unplanned_group, 4, timeout=LIMIT)):
+    for rank, (step, load, save) in enumerate(run_ranks(unplanned_group, 4, timeout=LIMIT)):
         assert "rank 2: parameter groups changed: call reset_optimizer_parameters()" in step
         assert "parameter groups changed: call reset_optimizer_parameters()" in load
+        assert "parameter groups changed: call reset_optimizer_parameters()" in save
         assert rank == ODD or "rank 2: " in load
+        assert rank == ODD or "rank 2: " in save
+
+
+def state_on_some_ranks() -> tuple[str, bool]:
+    """The odd rank forgot what exists, as when it alone has not loaded a checkpoint."""
+    setup = hsdp()
+    setup.set_gradients()
+    setup.optimizer.step()
+    table, pieces = setup.optimizer.state_table(), setup.optimizer.owned_state()
+    if dist.get_rank() == ODD:
+        setup.optimizer.load_state_table({})
+    with pytest.raises(ValueError) as caught:
+        setup.optimizer.state_dict()
+    setup.optimizer.load_state_table(table)
+    setup.optimizer.load_owned_state(pieces)
+    return str(caught.value), len(setup.optimizer.state_dict()["state"]) == 2
+
+
+def test_saving_what_exists_on_some_ranks_only_raises_everywhere() -> None:
+    for message, again in run_ranks(state_on_some_ranks, 4, timeout=LIMIT):
+        assert "layer0.weight.momentum_buffer (torch.float32) (none on ranks [2])" in message
+        assert again
 
 
 Tamper = Callable[[dict[str, Any]], Any]
