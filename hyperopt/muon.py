@@ -55,8 +55,9 @@ class Muon(DistributedOptimizer):
         momentum_update_fn: `(gradients, buffers, m1, m2, nesterov)` instead of momentum; gets
             lists of local shards, returns one update per gradient.
         reshape_fn: `(fqn, update)`: views of the whole update that are orthogonalized separately,
-            such as the heads of a fused projection. They must tile it. With this or `ns_transform_fn`
-            every sharded parameter is gathered, also one whose shards hold whole matrices.
+            such as the heads of a fused projection. They must tile it. With this or with
+            `ns_transform_fn` every sharded parameter is gathered, also one whose shards hold whole
+            matrices.
         ns_transform_fn: `(fqn, update)`: an `NSInputTransform`, any reversible rewriting, or None.
         post_update_fn: `(parameter, local tensor, PostUpdateContext)`: on every shard rank of the
             owner, after the update, before replicas receive the parameter.
