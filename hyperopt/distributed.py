@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ from hyperopt.preflight import (
     Domain,
     Stance,
     StepError,
+    active_gradients,
     agree_on_failures,
     agree_on_step,
     describe,
@@ -64,6 +66,7 @@ from hyperopt.state_dicts import (
     to_nested,
     wrap_states,
 )
+from hyperopt.torch_hooks import with_load_hooks, with_state_dict_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replicate_group = replicate_group
         self._plan_config = PlanConfig() if plan is None else plan
         self._store = StateStore()
-        self._groups_changed = False
         self._steps = 0
         self._checked_options: list[list[tuple[str, Any]]] = []
         self._send_parameters = False
@@ -121,6 +123,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as problem:
             error = problem  # raised below, once the other ranks know
         self._assembly = self._assemble(error=error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -139,7 +144,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         if not self._rule.step_per_parameter:
             group.setdefault(STEP, 0)
-        self._groups_changed = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group_names(group)
@@ -189,13 +193,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
         )
-        self._groups_changed = False
         if comm.current_rank() == 0:
             logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
         return assembly
 
+    def _is_planned(self) -> bool:
+        """Whether the groups hold the parameters that were planned, in that order."""
+        present = [p for group in self.param_groups for p in group["params"]]
+        planned = self._assembly.parameters
+        return len(present) == len(planned) and all(map(operator.is_, present, planned))
+
     def _ready(self) -> Assembly:
-        if self._groups_changed:
+        if not self._is_planned():
             raise RuntimeError(_GROUPS_CHANGED)
         return self._assembly
 
@@ -224,8 +233,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.cleanup_synced_state()
         agreed = self.preflight() if agreed is None else agreed
         parameters = [local_tensor(p) for p in ready.parameters]
-        gradients = self._active_gradients(agreed.active, parameters)
-        self._create_states(gradients)
+        gradients = active_gradients(ready.parameters, parameters, ready.names, agreed.active)
+        seam.create_states(ready, self._store, self._rule, gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
                 group[STEP] += 1
@@ -303,7 +312,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _find_problem(self, options: list[list[tuple[str, Any]]]) -> str | None:
         """What is wrong with the groups, in words. Options are checked again when they changed: a
         scheduler may have set them."""
-        if self._groups_changed:
+        if not self._is_planned():
             return _GROUPS_CHANGED
         if options != self._checked_options:
             try:
@@ -329,38 +338,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "usable: resume from a checkpoint"
             ) from error
 
-    def _active_gradients(
-        self, active: Sequence[bool], local: Sequence[Tensor]
-    ) -> dict[int, Tensor]:
-        """Local gradients of the parameters that step; an empty shard without one gets an empty
-        one."""
-        gradients: dict[int, Tensor] = {}
-        for index, parameter in enumerate(self._assembly.parameters):
-            if active[index]:
-                gradient = parameter.grad
-                gradients[index] = (
-                    torch.empty_like(local[index]) if gradient is None else local_tensor(gradient)
-                )
-        return gradients
-
-    def _create_states(self, gradients: Mapping[int, Tensor]) -> None:
-        """State of parameters that step for the first time: on owners; noted on every rank."""
-        for index, gradient in gradients.items():
-            if index in self._store.entries:
-                continue
-            with torch.device("meta"):
-                shapes = self._rule.new_state(
-                    torch.empty(0, dtype=self._assembly.parameters[index].dtype),
-                    torch.empty(0, dtype=gradient.dtype),
-                )
-            self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
-            if index in self._assembly.owned:
-                local = local_tensor(self._assembly.parameters[index])
-                own = (self._assembly.owned_part(index, t) for t in (local, gradient))
-                self._store.owned[index] = self._rule.new_state(*own)
-
     # --------------------------------------------------------------------------------- torch's form
 
+    @with_state_dict_hooks
     def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
@@ -368,6 +348,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
         this rank does not own goes with the dict.
         """
+        return self._index_keyed(localize)
+
+    def _index_keyed(self, localize: bool) -> dict[str, Any]:
         parameters = self._assembly.parameters
         with torch.no_grad():
             states = self._complete_states()
@@ -375,14 +358,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return to_index_keyed(state, self.param_groups)
 
     def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
-        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
-        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+        """The state by FQN. Collective. Flat: `state.<fqn>.<key>` and `param_groups.<fqn>.<name>`;
+        nested: `state` and `param_groups`, with FQNs for indices. Runs no state-dict hooks, since
+        these belong to torch's form.
 
         Raises:
             ValueError: when the parameters were given without names.
         """
         self.require_names()
-        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        nested = to_nested(self._index_keyed(localize), self._assembly.names)
         return to_flat(nested) if flatten else nested
 
     def require_names(self) -> None:
@@ -417,6 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Free the state that is here only because it was synchronized. No collective."""
         self._store.synced = None
 
+    @with_load_hooks
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
 

@@ -243,6 +243,30 @@ def agree_on_step(
     return Agreement(tuple(active), frozenset(sent))
 
 
+def active_gradients(
+    parameters: Sequence[Tensor],
+    local: Sequence[Tensor],
+    names: Sequence[str],
+    active: Sequence[bool],
+) -> dict[int, Tensor]:
+    """Local gradients of the parameters that step, by index; an empty shard without one gets an
+    empty one. `local` are the parameters' local parts. Raises RuntimeError for gradients that are
+    gone since the preflight."""
+    gradients: dict[int, Tensor] = {}
+    for index, (parameter, part) in enumerate(zip(parameters, local, strict=True)):
+        if active[index]:
+            gradient = parameter.grad
+            if gradient is None and part.numel():
+                raise RuntimeError(
+                    f"{names[index]} had a gradient in the preflight and has none now: a step "
+                    "pre-hook that removes gradients belongs to the chain, not to its member"
+                )
+            gradients[index] = (
+                torch.empty_like(part) if gradient is None else local_tensor(gradient)
+            )
+    return gradients
+
+
 def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:
     """What went wrong on any rank during a step, with the rank; empty where nothing did.
 
