@@ -91,7 +91,8 @@ class CompiledMath:
             if not p.numel():
                 continue
             kernel = self._kernel(function, negated, p, u)
-            kernel(*_flat(p, u), *_scalars(p, decay, factor), negated)
+            shrink = 0.0 if cautious and not factor else decay  # at scale 0 no update has a sign
+            kernel(*_flat(p, u), *_scalars(p, shrink, factor), negated)
 
     def _kernel(self, function: Kernel, kind: Hashable, *tensors: Tensor) -> Kernel:
         """The function compiled for tensors of these dtypes, on this device."""
@@ -164,5 +165,6 @@ def _cautious_decay_and_add(
 ) -> None:
     p = parameter.to(_wide(parameter))
     u = update.to(p.dtype)
-    shrinks = (p * u < 0) if negated else (p * u > 0)
+    sign = -u.sign() if negated else u.sign()
+    shrinks = (p.sign() == sign) & (u != 0)
     parameter.copy_(p - decay * torch.where(shrinks, p, 0.0) + factor * u)

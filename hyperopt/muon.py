@@ -39,7 +39,8 @@ class Muon(DistributedOptimizer):
         lr: learning rate.
         weight_decay: decoupled decay, times `lr` a step.
         matched_adamw_rms: RMS of an update before `lr`; 0.2 is typical for AdamW.
-        momentum: one number, or the pair `(m1, m2)` of look-ahead and buffer coefficients.
+        momentum: one number, or the pair `(m1, m2)` of look-ahead and buffer coefficients; each in
+            [0, 1]. With 1 the buffer is the plain sum of all gradients; above 1 it would overflow.
         nesterov: whether the gradient is added once more.
         ns_steps: Newton-Schulz iterations.
         ns_variant: coefficient table: `asym5`, `legacy`, `polar_express` or `custom`.
@@ -55,7 +56,9 @@ class Muon(DistributedOptimizer):
         momentum_update_fn: `(gradients, buffers, m1, m2, nesterov)` instead of momentum; gets
             lists of local shards, returns one update per gradient.
         reshape_fn: `(fqn, update)`: views of the whole update that are orthogonalized separately,
-            such as the heads of a fused projection. They must tile it.
+            such as the heads of a fused projection. They must tile it. With this or with
+            `ns_transform_fn` every sharded parameter is gathered, also one whose shards hold whole
+            matrices.
         ns_transform_fn: `(fqn, update)`: an `NSInputTransform`, any reversible rewriting, or None.
         post_update_fn: `(parameter, local tensor, PostUpdateContext)`: on every shard rank of the
             owner, after the update, before replicas receive the parameter.
@@ -123,6 +126,7 @@ class Muon(DistributedOptimizer):
 
     def validate_group(self, group: Mapping[str, Any], names: Sequence[str]) -> None:
         """Refuse options that cannot work, and parameters that are no matrices."""
+        self._hooks.check()
         for option in ("lr", "weight_decay", "matched_adamw_rms", "ns_epsilon"):
             check_number(option, group[option])
         for option in ("nesterov", "apply_lr_in_update", "cautious_weight_decay"):
@@ -150,5 +154,5 @@ def _check_momentum(momentum: Any) -> None:
     if not single and not pair:
         raise ValueError(f"momentum must be one number or two, got {momentum!r}")
     for value in (momentum,) if single else momentum:
-        check_number("momentum", value)
+        check_number("momentum", value, high=1.0)
     momentum_pair(momentum)

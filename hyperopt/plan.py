@@ -16,7 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from hyperopt.layout import Layout, holds_whole_matrices
-from hyperopt.ownership import Box, OwnedSlot, Ownership, assign_owners
+from hyperopt.ownership import Box, Matrices, OwnedSlot, Ownership, assign_owners
 from hyperopt.sharing import (
     EVERY_OWNER,
     divided_slots,
@@ -77,7 +77,7 @@ class PlanConfig:
 class ParameterSpec:
     """What planning knows of one parameter. `layout` and `group` are indices; `cost` is in flops
     (matrix rules) or bytes (element-wise rules); `wire` names the dtype of payloads, `dtype` the
-    parameter's."""
+    parameter's; `matrices` is what a matrix rule sees in it, for people."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -87,6 +87,7 @@ class ParameterSpec:
     wire: str
     wire_itemsize: int
     dtype: str
+    matrices: Matrices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,8 @@ class StepPlan:
         for slot in self.slots:
             spec = self.parameters[slot.parameter]
             if not slot.divided:
-                out[slot.parameter].append(OwnedSlot(spec.fqn, slot.owner, spec.cost))
+                owned = OwnedSlot(spec.fqn, slot.owner, spec.cost, matrices=spec.matrices)
+                out[slot.parameter].append(owned)
             elif slot.owner == 0:
                 out[slot.parameter] += self._row_ranges(spec)
         return [tuple(slots) for slots in out]
@@ -257,12 +259,14 @@ def build_plan(
     config: PlanConfig,
     *,
     whole_matrices: bool,
+    whole_parameters: bool = False,
     previous: Sequence[int | None] | None = None,
 ) -> StepPlan:
     """Plan a step.
 
     `whole_matrices`: whether the rule needs whole matrices, which then travel to a compute shard
-    and back unless each shard holds whole ones already. `previous`: owners that parameters had
+    and back unless each shard holds whole ones already, and not even then with `whole_parameters`,
+    where user code regroups their elements. `previous`: owners that parameters had
     (`StepPlan.owners`; None for new ones), which are kept where that is as balanced.
     """
     kinds = dict.fromkeys((p.layout, p.shape) for p in parameters)
@@ -272,7 +276,8 @@ def build_plan(
         _Job(
             p,
             elements,
-            gathered=whole_matrices and not whole,
+            gathered=whole_matrices
+            and (not whole or (whole_parameters and layouts[p.layout].shards > 1)),
             divisible=not whole_matrices and bool(p.shape) and p.cost >= config.divide_bytes,
         )
         for p, (elements, whole) in zip(parameters, spread, strict=True)

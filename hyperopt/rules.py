@@ -27,6 +27,7 @@ from hyperopt.hooks import (
     PostUpdateContext,
     rewrite,
     run_momentum_update,
+    run_zeropower,
 )
 from hyperopt.layout import matrix_shape
 from hyperopt.newton_schulz import newton_schulz, resolve_coefficients
@@ -65,6 +66,11 @@ class UpdateRule(Protocol):
     """Whether `transform` runs, on whole matrices."""
     step_per_parameter: ClassVar[bool]
     """Whether `step` is a state tensor; otherwise the parameter group counts."""
+
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether `transform` needs whole parameters, also of those whose shards hold whole
+        matrices."""
 
     @property
     def sends_parameters(self) -> bool:
@@ -171,7 +177,9 @@ def decay_and_add(
         blocks.decay_and_add(params, updates, factors, decay)
         return
     if decay and cautious:
-        _cautious_decay(params, updates, -decay if negated else decay)
+        moved = [i for i, factor in enumerate(factors) if factor]
+        signed = -decay if negated else decay
+        _cautious_decay([params[i] for i in moved], [updates[i] for i in moved], signed)
     elif decay:
         torch._foreach_mul_(params, 1.0 - decay)
     for factor in dict.fromkeys(factors):
@@ -182,10 +190,13 @@ def decay_and_add(
 def _cautious_decay(parameters: Sequence[Tensor], updates: Sequence[Tensor], decay: float) -> None:
     """Decay only the elements whose update has the parameter's sign (Chen et al. 2025, 'Cautious
     weight decay'): there the step, which subtracts the update, shrinks them as well. A negative
-    `decay` says that the updates come with their sign turned."""
+    `decay` says that the updates come with their sign turned. Where an update is zero, as all are
+    at scale 0, nothing decays. Signs are compared, because a product of small numbers may be 0.
+    """
     sign = 1.0 if decay > 0 else -1.0
     for p, u in zip(parameters, updates, strict=True):
-        p.sub_(torch.where(sign * p * u > 0, p, torch.zeros_like(p)), alpha=abs(decay))
+        same = (p.sign() == sign * u.sign()) & (u != 0)
+        p.sub_(torch.where(same, p, torch.zeros_like(p)), alpha=abs(decay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +210,11 @@ class MuonRule:
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     whole_matrices: ClassVar[bool] = True
     step_per_parameter: ClassVar[bool] = False
+
+    @property
+    def whole_parameters(self) -> bool:
+        """With hooks that rewrite updates: only they know which elements make a matrix."""
+        return self.hooks.rewrites
 
     @property
     def sends_parameters(self) -> bool:
@@ -291,13 +307,7 @@ class MuonRule:
     def _zeropower(self, stacked: Tensor, hyper: Hyperparameters, out: Tensor | None) -> Tensor:
         """The result for a batch; `out` may hold it, and may be the batch itself."""
         if self.hooks.zeropower is not None:
-            result = self.hooks.zeropower(stacked, steps=hyper["ns_steps"])
-            if result.shape != stacked.shape:
-                raise ValueError(
-                    f"zeropower_fn returned shape {tuple(result.shape)} for {tuple(stacked.shape)}"
-                )
-            # A copy: a hook may return its argument, which holds the momentum update.
-            return result.to(stacked.dtype, copy=True)
+            return run_zeropower(self.hooks.zeropower, stacked, hyper["ns_steps"])
         kernel = self.compiled.block_kernel(stacked.device) if self.compiled else None
         return newton_schulz(
             stacked,
@@ -375,6 +385,7 @@ class AdamWRule:
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "step")
     whole_matrices: ClassVar[bool] = False
+    whole_parameters: ClassVar[bool] = False
     step_per_parameter: ClassVar[bool] = True
     sends_parameters: ClassVar[bool] = True
     runs_user_code: ClassVar[bool] = False

@@ -16,7 +16,27 @@ from hyperopt.assembly import Assembly
 from hyperopt.layout import local_tensor
 from hyperopt.loading import check_keys
 from hyperopt.ownership import OwnedTensor, StateEntry, held_boxes
+from hyperopt.rules import UpdateRule
 from hyperopt.state import STEP, States, StateStore, from_pieces, state_shape, to_pieces
+
+
+def create_states(
+    assembly: Assembly, store: StateStore, rule: UpdateRule, gradients: Mapping[int, Tensor]
+) -> None:
+    """State of parameters that step for the first time: on owners; noted on every rank."""
+    for index, gradient in gradients.items():
+        if index in store.entries:
+            continue
+        with torch.device("meta"):
+            shapes = rule.new_state(
+                torch.empty(0, dtype=assembly.parameters[index].dtype),
+                torch.empty(0, dtype=gradient.dtype),
+            )
+        store.entries[index] = {key: t.dtype for key, t in shapes.items()}
+        if index in assembly.owned:
+            local = local_tensor(assembly.parameters[index])
+            own = (assembly.owned_part(index, t) for t in (local, gradient))
+            store.owned[index] = rule.new_state(*own)
 
 
 def owned_pieces(assembly: Assembly, store: StateStore) -> dict[str, OwnedTensor]:

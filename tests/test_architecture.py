@@ -34,7 +34,7 @@ LAYERS = {
         ("rules", "plan", "control"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
-        ("state_dicts", "loading"),
+        ("state_dicts", "loading", "agreement"),
         ("assembly",),
         ("seam",),
         ("distributed",),
