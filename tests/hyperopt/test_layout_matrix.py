@@ -36,6 +36,9 @@ LAYOUTS = {
     "FSDP": Layout(4, (FSDP,)),
     "FSDP on 8 ranks": Layout(8, (Place((8,), ("S(0)",)),)),
     "FSDP on columns": Layout(4, (Place((4,), ("S(1)",)),)),
+    "columns with gaps": Layout(
+        4, (Place((4,), ("_S(1,2)",)), Place((2, 2), ("_S(0,2)", "_S(1,2)")))
+    ),
     "HSDP": Layout(4, (HSDP,)),
     "HSDP of one shard": Layout(4, (Place((4, 1), ("R", "S(0)")),)),
     "two replicate dims": Layout(8, (Place((2, 2, 2), ("R", "R", "S(0)")),)),
