@@ -20,6 +20,7 @@ from hyperopt.plan import (
     ParameterSpec,
     PlanConfig,
     ReplicaCount,
+    Slot,
     StepPlan,
     build_plan,
     resolve_replica_count,
@@ -46,23 +47,27 @@ def group_names(group: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A plan in place on this rank; sequences are by parameter index, the order of the groups."""
+    """A plan in place on this rank; sequences are by parameter index, the order of the groups.
+
+    `owned`: the slot that this rank owns of a parameter, where it owns one.
+    """
 
     parameters: tuple[Tensor, ...]
     names: tuple[str, ...]
     executor: Executor
     domains: tuple[Domain, ...]
     digest: bytes
+    owned: Mapping[int, Slot]
 
     @property
     def plan(self) -> StepPlan:
         """The plan, the same on all ranks of a mesh."""
         return self.executor.plan
 
-    def owns(self, index: int) -> bool:
-        """Whether the state of a parameter lives on this rank."""
-        seat = self.executor.seats[self.plan.parameters[index].layout]
-        return self.plan.slots[index].owner == seat.coordinate
+    def owned_part(self, index: int, local: Tensor) -> Tensor:
+        """The part of a parameter's local tensor that this rank owns. A view."""
+        layout = self.plan.layouts[self.plan.parameters[index].layout]
+        return self.owned[index].part_of(local, layout.replica_count)
 
     def boxes(self, index: int) -> tuple[Box, ...]:
         """The boxes of a parameter that this rank holds."""
@@ -78,10 +83,10 @@ class Assembly:
                 spec.shape,
                 layout.layout.mesh,
                 layout.layout.placements,
-                (slot,),
+                parts,
                 layout.replica_count,
             )
-            for spec, slot in zip(self.plan.parameters, slots, strict=True)
+            for spec, parts in zip(self.plan.parameters, slots, strict=True)
             for layout in (self.plan.layouts[spec.layout],)
         }
 
@@ -93,8 +98,11 @@ def assemble(
     replica_count: ReplicaCount,
     replicate_group: dist.ProcessGroup | None,
     config: PlanConfig,
+    previous: Mapping[Tensor, int] | None = None,
 ) -> Assembly:
     """Plan, take seats, and check that the ranks of each mesh have the same plan. Collective.
+
+    `previous`: owners that parameters had before, kept where that balances as well.
 
     Raises:
         ValueError: for a layout or replica count that cannot work, when this rank's shards are not
@@ -114,10 +122,15 @@ def assemble(
         [_plan_layout(layout, replica_count, hosts) for layout in layouts],
         config,
         whole_matrices=rule.whole_matrices,
+        previous=[(previous or {}).get(p) for p in parameters],
     )
     executor = Executor(plan, rule, comm.take_seats(plan.layouts, parameters))
-    digest = plan.digest()
-    assembly = Assembly(parameters, names, executor, _find_domains(plan), digest)
+    owned = {
+        slot.parameter: slot
+        for slot in plan.slots
+        if slot.owner == executor.seats[plan.parameters[slot.parameter].layout].coordinate
+    }
+    assembly = Assembly(parameters, names, executor, _find_domains(plan), plan.digest(), owned)
     _check_plans(assembly)
     _check_shards(assembly)
     return assembly

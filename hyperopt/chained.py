@@ -21,7 +21,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.preflight import PreflightError
+from hyperopt.preflight import Agreement, PreflightError
 from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
 
 LabelFunction = Callable[[str, nn.Parameter], str | None]
@@ -198,10 +198,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 member.step()
         return loss
 
-    def _preflight(self) -> dict[str, list[bool]]:
+    def _preflight(self) -> dict[str, Agreement]:
         """Every member's preflight before any of them changes anything. All run, also after an
         error, so that ranks of different meshes stay together; then the first error is raised."""
-        agreed: dict[str, list[bool]] = {}
+        agreed: dict[str, Agreement] = {}
         errors: list[PreflightError] = []
         for name, member in self._distributed().items():
             try:

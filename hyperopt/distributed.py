@@ -12,33 +12,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm, guard
+from hyperopt import comm, guard, seam
 from hyperopt.assembly import Assembly, assemble, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
-from hyperopt.loading import agree_on_states, agree_on_steps, check_keys
+from hyperopt.loading import agree_on_states, agree_on_steps
 from hyperopt.ownership import (
     GroupRow,
     OwnedTensor,
     Ownership,
     ParameterPlacement,
     StateEntry,
-    held_boxes,
 )
 from hyperopt.plan import PlanConfig, ReplicaCount
-from hyperopt.preflight import StepError, agree_on_failures, agree_on_gradients
+from hyperopt.preflight import Agreement, StepError, agree_on_failures, agree_on_step
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
     States,
     StateStore,
     StateView,
-    from_pieces,
     gather_states,
     local_part,
-    state_shape,
-    to_pieces,
 )
 from hyperopt.state_dicts import (
     localize_states,
@@ -95,6 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._store = StateStore()
         self._groups_changed = False
         self._steps = 0
+        self._send_parameters = False
         self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
         self._assembly = self._assemble()
@@ -140,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
         if gone:
             raise ValueError(f"parameters with state are no longer in any group: {gone}")
-        new = self._assemble()
+        new = self._assemble(dict(zip(old.parameters, old.plan.owners(), strict=True)))
         states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
         entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
         self._assembly, self._columns = new, None
@@ -148,16 +145,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._store.entries.update(entries)
         for index, state in states.items():
             place = positions[old.parameters[index]]
-            if new.owns(place):
-                self._store.owned[place] = state
+            if place in new.owned:
+                self._store.owned[place] = seam.own_part(new, place, state)
 
-    def _assemble(self) -> Assembly:
+    def _assemble(self, previous: Mapping[Tensor, int] | None = None) -> Assembly:
         assembly = assemble(
             self.param_groups,
             self._rule,
             self._replica_count,
             self._replicate_group,
             self._plan_config,
+            previous,
         )
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
@@ -181,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         closure: Callable[[], float] | None = None,
         *,
-        agreed: Sequence[bool] | None = None,
+        agreed: Agreement | None = None,
     ) -> float | None:
         """One step. Collective; every rank must call it.
 
@@ -200,7 +198,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         ready = self._ready()
         self.cleanup_synced_state()
-        gradients = self._active_gradients(self.preflight() if agreed is None else agreed)
+        agreed = self.preflight() if agreed is None else agreed
+        gradients = self._active_gradients(agreed.active)
         self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
@@ -212,9 +211,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 gradients,
                 self._store.owned,
                 self.param_groups,
+                agreed.sent,
             )
         )
         self._raise_together(error)
+        self._send_parameters = False
         self._steps += 1
         every = self._plan_config.check_replicas_every
         if every and self._steps % every == 0:
@@ -243,13 +244,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 names,
                 "; took the first replica's values" if heal else "",
             )
+        if names:
+            self._send_parameters = True
         if heal:
             guard.heal(ready.plan, self._columns, ready.parameters, diverged)
         return names
 
     @torch.no_grad()
-    def preflight(self) -> list[bool]:
-        """Which parameters step, agreed on by all ranks; changes nothing. Collective.
+    def preflight(self) -> Agreement:
+        """What all ranks agree on before a step; changes nothing. Collective.
 
         Raises:
             PreflightError: on every rank, where one rank has a gradient that another lacks, a
@@ -258,7 +261,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ready = self._ready()
         digest = hashlib.blake2b(ready.digest, digest_size=32)
         digest.update(repr([plain_values(group) for group in self.param_groups]).encode())
-        return agree_on_gradients(ready.parameters, ready.names, ready.domains, digest.digest())
+        return agree_on_step(
+            ready.parameters,
+            ready.names,
+            ready.domains,
+            digest.digest(),
+            send_parameters=self._send_parameters,
+        )
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any
@@ -299,9 +308,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     torch.empty(0, dtype=gradient.dtype),
                 )
             self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
-            if self._assembly.owns(index):
+            if index in self._assembly.owned:
                 local = local_tensor(self._assembly.parameters[index])
-                self._store.owned[index] = self._rule.new_state(local, gradient)
+                own = (self._assembly.owned_part(index, t) for t in (local, gradient))
+                self._store.owned[index] = self._rule.new_state(*own)
 
     # --------------------------------------------------------------------------------- torch's form
 
@@ -386,10 +396,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, merged, strict=True):
             group.update(values)
         self._store.clear()
+        self._send_parameters = True
         for index, local in states.items():
             self._store.entries[index] = {key: t.dtype for key, t in local.items()}
-            if self._assembly.owns(index):
-                self._store.owned[index] = local
+            if index in self._assembly.owned:
+                self._store.owned[index] = seam.own_part(self._assembly, index, local)
 
     def _merge_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Saved hyperparameters over the present ones, checked, with steps that all ranks share."""
@@ -413,16 +424,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def owned_state(self) -> dict[str, OwnedTensor]:
         """This rank's pieces of every existing state tensor; live tensors, no collective."""
-        placements = self.parameter_placements()
-        names, rank, world = self._assembly.names, comm.current_rank(), _world_size()
-        out: dict[str, OwnedTensor] = {}
-        for index, state in sorted(self._store.owned.items()):
-            placement = placements[names[index]]
-            for key, local in state.items():
-                shape = state_shape(key, placement.shape)
-                boxes = held_boxes(placement, shape, rank, world)
-                out[f"{names[index]}.{key}"] = to_pieces(local, shape, boxes)
-        return out
+        self.require_names()
+        return seam.owned_pieces(self._ready(), self._store)
 
     @torch.no_grad()
     def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
@@ -431,49 +434,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the parameter and key, when a piece does not fit.
         """
-        names = self._assembly.names
-        split = {name: i for i, name in enumerate(names)}
-        placements = self.parameter_placements()
-        rank, world = comm.current_rank(), _world_size()
-        states: States = {}
-        for full_key, owned in pieces.items():
-            name, _, key = full_key.rpartition(".")
-            if name not in split or key not in self._rule.state_keys:
-                raise ValueError(f"{full_key!r} is not a state of this optimizer")
-            boxes = held_boxes(placements[name], owned.global_shape, rank, world)
-            local = local_tensor(self._assembly.parameters[split[name]])
-            try:
-                tensor = from_pieces(owned, boxes, state_shape(key, local.shape), local.device)
-            except ValueError as error:
-                raise ValueError(f"{full_key}: {error}") from error
-            if self._assembly.owns(split[name]):
-                states.setdefault(split[name], {})[key] = tensor
-        for index, state in states.items():
-            check_keys(names[index], state, self._rule.state_keys)
+        self.require_names()
+        states = seam.from_owned_pieces(self._ready(), pieces, self._rule.state_keys)
         self._store.owned.clear()
         self._store.owned.update(states)
+        self._send_parameters = True
 
     def state_table(self) -> dict[str, StateEntry]:
         """Every state tensor that exists on its owners; the same on all ranks of a mesh."""
-        names = self._assembly.names
-        return {
-            f"{names[index]}.{key}": StateEntry(
-                names[index],
-                key,
-                state_shape(key, self._assembly.parameters[index].shape),
-                str(dtype).removeprefix("torch."),
-            )
-            for index, entry in sorted(self._store.entries.items())
-            for key, dtype in entry.items()
-        }
+        return seam.state_table(self._assembly, self._store)
 
     def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
         """Note which state exists, after `load_owned_state`."""
-        indices = {name: i for i, name in enumerate(self._assembly.names)}
         self._store.entries.clear()
-        for entry in table.values():
-            known = self._store.entries.setdefault(indices[entry.fqn], {})
-            known[entry.key] = getattr(torch, entry.dtype)
+        self._store.entries.update(seam.state_entries(self._assembly, table))
 
     def group_table(self) -> list[GroupRow]:
         """The parameter groups with JSON hyperparameters."""
@@ -524,7 +498,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def ownership(self) -> list[Ownership]:
         """The owner map, with its imbalance."""
         return self._ready().plan.ownership()
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

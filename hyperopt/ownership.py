@@ -186,7 +186,7 @@ def local_boxes(
             continue
         factor, pieces = placement.split_factor, intervals[placement.dim]
         parts = (_chunk(pieces, factor, i) for i in range(factor))
-        intervals[placement.dim] = _merge(
+        intervals[placement.dim] = merge_intervals(
             [piece for part in parts for piece in _chunk(part, size, at)]
         )
     boxes = (
@@ -199,10 +199,10 @@ def local_boxes(
 def _chunk(pieces: list[Interval], parts: int, index: int) -> list[Interval]:
     """Part `index` of the concatenation of intervals, as `torch.chunk` cuts a dim."""
     step = -(-sum(b - a for a, b in pieces) // parts)
-    return _slice(pieces, index * step, (index + 1) * step)
+    return slice_intervals(pieces, index * step, (index + 1) * step)
 
 
-def _slice(pieces: list[Interval], start: int, stop: int) -> list[Interval]:
+def slice_intervals(pieces: list[Interval], start: int, stop: int) -> list[Interval]:
     """The part of concatenated intervals that lies at positions `start` to `stop`."""
     out: list[Interval] = []
     position = 0
@@ -214,7 +214,7 @@ def _slice(pieces: list[Interval], start: int, stop: int) -> list[Interval]:
     return out
 
 
-def _merge(pieces: list[Interval]) -> list[Interval]:
+def merge_intervals(pieces: list[Interval]) -> list[Interval]:
     """Join intervals that touch."""
     out: list[Interval] = []
     for a, b in pieces:
@@ -370,7 +370,7 @@ def held_boxes(
     """The boxes of a state tensor that global rank `rank` holds, in a fixed order.
 
     `shape` is the state's shape: the parameter's own (sharded like it), or another one, such as the
-    0-D `step` (whole on every shard rank of the owner of the parameter's first row).
+    0-D `step` (whole on every shard rank of every owner of a part of the parameter).
     """
     sizes: tuple[int, ...] = (world_size,)
     placements: tuple[Placement, ...] = (Placement(),)
@@ -386,14 +386,10 @@ def held_boxes(
     if placement.slots is None:
         return boxes
     replica = replica_index(sizes, placements, coordinate) % placement.replica_count
-    if not like_parameter:
-        return boxes if _first_slot(placement.slots).owner == replica else ()
     mine = [slot for slot in placement.slots if slot.owner == replica]
+    if not like_parameter:
+        return boxes if mine else ()
     return tuple(part for slot in mine for box in boxes if (part := _rows_of(box, slot.rows)))
-
-
-def _first_slot(slots: Sequence[OwnedSlot]) -> OwnedSlot:
-    return min(slots, key=lambda slot: slot.rows or (0, 0))
 
 
 def _rows_of(box: Box, rows: Rows | None) -> Box | None:

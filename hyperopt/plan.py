@@ -1,20 +1,29 @@
 """The plan of a step: who owns what, who computes what, and what travels together. Pure data.
 
 Built once from shapes, placements, mesh sizes and hosts, identical on every rank of a mesh, and
-compared by digest. Nothing here touches a tensor or a process group.
+compared by digest. Nothing here touches a process group or the values of a tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
+from torch import Tensor
+
 from hyperopt.layout import Layout, holds_whole_matrices
-from hyperopt.ownership import OwnedSlot, Ownership, assign_owners
+from hyperopt.ownership import Box, OwnedSlot, Ownership, assign_owners
+from hyperopt.sharing import (
+    EVERY_OWNER,
+    divided_slots,
+    part_rows,
+    row_intervals,
+    share_owners,
+)
 
 ReplicaCount = int | Literal["auto"] | None
 Gather = Literal["all_to_all", "all_gather"]
@@ -27,6 +36,8 @@ class PlanConfig:
     `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
     `gather`: how matrices travel to their compute rank: `all_to_all`, which sends nothing twice, or
     `all_gather`, for clusters on which all-to-all exhausts connections.
+    `divide_bytes`: an element-wise parameter of at least this size may be divided by rows over the
+    replicas that share its state, where whole ones cannot be balanced (one large embedding).
     `check_replicas_every`: after every n-th step compare the replicas' parameters bit for bit, and
     give those that differ the first replica's values, with a warning; 0 never.
     """
@@ -34,6 +45,7 @@ class PlanConfig:
     unit_bytes: int = 512 * 2**20
     gather: Gather = "all_to_all"
     check_replicas_every: int = 0
+    divide_bytes: int = 2**20
 
     def __post_init__(self) -> None:
         every = self.check_replicas_every
@@ -43,8 +55,10 @@ class PlanConfig:
             raise ValueError(
                 f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
             )
-        if isinstance(self.unit_bytes, bool) or self.unit_bytes < 1:
-            raise ValueError(f"PlanConfig.unit_bytes must be positive, got {self.unit_bytes}")
+        for option in ("unit_bytes", "divide_bytes"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"PlanConfig.{option} must be a positive integer, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +129,26 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter inside a unit: its owner replica, the shard that orthogonalizes it (None where
-    every shard works on what it holds), and the elements that each shard holds."""
+    """One parameter, or an owner's part of a divided one, inside a unit: its owner replica, the
+    shard that orthogonalizes it (None where every shard works on what it holds), and the elements
+    that each shard holds of it.
+
+    A divided parameter has one slot per owner: owner o has part o of the rows that a shard holds
+    (`hyperopt.sharing.part_rows`).
+    """
 
     parameter: int
     owner: int
     compute: int | None
     elements: tuple[int, ...]
+    divided: bool = False
+
+    def part_of(self, local: Tensor, owners: int) -> Tensor:
+        """The part of a shard's local tensor that this slot covers: a view of its rows, or all."""
+        if not self.divided:
+            return local
+        start, stop = part_rows(local.shape[0], self.owner, owners)
+        return local[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,29 +193,43 @@ class StepPlan:
         ]
         return replace(self, slots=(), units=()), list(rows), list(slots), order, units
 
-    def owned_slots(self) -> tuple[OwnedSlot, ...]:
-        """Owner and cost of every parameter, in their order."""
-        return tuple(
-            OwnedSlot(spec.fqn, slot.owner, spec.cost)
-            for spec, slot in zip(self.parameters, self.slots, strict=True)
-        )
+    def owned_slots(self) -> list[tuple[OwnedSlot, ...]]:
+        """Owners and costs of every parameter, in their order; with row ranges where divided."""
+        out: list[list[OwnedSlot]] = [[] for _ in self.parameters]
+        for slot in self.slots:
+            spec = self.parameters[slot.parameter]
+            if not slot.divided:
+                out[slot.parameter].append(OwnedSlot(spec.fqn, slot.owner, spec.cost))
+            elif slot.owner == 0:
+                out[slot.parameter] += self._row_ranges(spec)
+        return [tuple(slots) for slots in out]
+
+    def _row_ranges(self, spec: ParameterSpec) -> list[OwnedSlot]:
+        layout = self.layouts[spec.layout]
+        boxes = layout.layout.shard_boxes(spec.shape)
+        return divided_slots(spec.fqn, spec.cost, spec.shape, boxes, layout.replica_count)
+
+    def owners(self) -> list[int]:
+        """The owner of every parameter, or `EVERY_OWNER` for divided ones."""
+        out = [0] * len(self.parameters)
+        for slot in self.slots:
+            out[slot.parameter] = EVERY_OWNER if slot.divided else slot.owner
+        return out
 
     def ownership(self) -> list[Ownership]:
         """The owner maps, for people, checkpoints and resharding: one per replica count, because
         owner numbers mean different replicas where counts differ."""
-        slots = self.owned_slots()
-        counts = [self.layouts[spec.layout].replica_count for spec in self.parameters]
-        return [
-            Ownership("", count, tuple(s for s, c in zip(slots, counts, strict=True) if c == count))
-            for count in sorted(set(counts))
-        ]
+        by_count: dict[int, list[OwnedSlot]] = {}
+        for spec, slots in zip(self.parameters, self.owned_slots(), strict=True):
+            by_count.setdefault(self.layouts[spec.layout].replica_count, []).extend(slots)
+        return [Ownership("", count, tuple(by_count[count])) for count in sorted(by_count)]
 
     def summary(self) -> str:
         """One line for the log."""
         shards = max((x.shards for x in self.layouts), default=1)
         shared = ", ".join(
-            f"{len(owners.slots)} by {owners.replica_count} replicas (imbalance "
-            f"{owners.imbalance:.3f})"
+            f"{len({slot.fqn for slot in owners.slots})} by {owners.replica_count} replicas "
+            f"(imbalance {owners.imbalance:.3f})"
             for owners in self.ownership()
         )
         return (
@@ -203,20 +244,32 @@ def build_plan(
     config: PlanConfig,
     *,
     whole_matrices: bool,
+    previous: Sequence[int | None] | None = None,
 ) -> StepPlan:
     """Plan a step.
 
     `whole_matrices`: whether the rule needs whole matrices, which then travel to a compute shard
-    and back unless each shard holds whole ones already.
+    and back unless each shard holds whole ones already. `previous`: owners that parameters had
+    (`StepPlan.owners`; None for new ones), which are kept where that is as balanced.
     """
-    owners = _assign_replicas(parameters, layouts)
     kinds = dict.fromkeys((p.layout, p.shape) for p in parameters)
     spreads = {(i, shape): _spread(layouts[i], shape) for i, shape in kinds}
     spread = [spreads[p.layout, p.shape] for p in parameters]
-    gathered = [whole_matrices and not whole for _, whole in spread]
-    computes = _assign_shards(parameters, layouts, owners, gathered)
-    elements = [row for row, _ in spread]
-    slots = tuple(map(Slot, range(len(parameters)), owners, computes, elements))
+    jobs = [
+        _Job(
+            p,
+            elements,
+            gathered=whole_matrices and not whole,
+            divisible=not whole_matrices and bool(p.shape) and p.cost >= config.divide_bytes,
+        )
+        for p, (elements, whole) in zip(parameters, spread, strict=True)
+    ]
+    assignment = _assign(jobs, layouts, previous or [None] * len(parameters))
+    slots = tuple(
+        slot
+        for i, (job, (owner, compute)) in enumerate(zip(jobs, assignment, strict=True))
+        for slot in _slots(i, job, owner, compute, layouts[job.spec.layout])
+    )
     units = tuple(
         unit
         for key in sorted({_unit_key(p) for p in parameters})
@@ -241,36 +294,130 @@ def _unit_key(spec: ParameterSpec) -> tuple[int, str, str]:
     return spec.layout, spec.wire, spec.dtype
 
 
-def _assign_replicas(
-    parameters: Sequence[ParameterSpec], layouts: Sequence[LayoutPlan]
-) -> list[int]:
-    """The owner of each parameter: longest processing time first, per replica count."""
-    owners = [0] * len(parameters)
-    for count in sorted({layout.replica_count for layout in layouts}):
-        members = [i for i, p in enumerate(parameters) if layouts[p.layout].replica_count == count]
-        for i, owner in zip(
-            members, assign_owners([parameters[i].cost for i in members], count), strict=True
-        ):
-            owners[i] = owner
-    return owners
+def _slots(
+    index: int, job: _Job, owner: int, compute: int | None, layout: LayoutPlan
+) -> list[Slot]:
+    """The slots of one parameter: one, or one per owner where it is divided."""
+    if owner != EVERY_OWNER:
+        return [Slot(index, owner, compute, job.elements)]
+    boxes = layout.layout.shard_boxes(job.spec.shape)
+    count = layout.replica_count
+    return [
+        Slot(index, part, None, tuple(_part_elements(b, part, count) for b in boxes), divided=True)
+        for part in range(count)
+    ]
 
 
-def _assign_shards(
-    parameters: Sequence[ParameterSpec],
-    layouts: Sequence[LayoutPlan],
-    owners: Sequence[int],
-    gathered: Sequence[bool],
-) -> list[int | None]:
-    """The compute shard of each gathered parameter, balanced inside its layout and owner."""
-    computes: list[int | None] = [None] * len(parameters)
-    jobs = [i for i in range(len(parameters)) if gathered[i]]
-    jobs.sort(key=lambda i: (parameters[i].layout, owners[i]))
-    for (layout, _), same in groupby(jobs, key=lambda i: (parameters[i].layout, owners[i])):
-        members = list(same)
-        costs = [parameters[i].cost for i in members]
-        for i, shard in zip(members, assign_owners(costs, layouts[layout].shards), strict=True):
+def _part_elements(boxes: Sequence[Box], owner: int, count: int) -> int:
+    """Elements of an owner's part of what a shard holds."""
+    rows = sum(b - a for a, b in row_intervals(boxes))
+    start, stop = part_rows(rows, owner, count)
+    return sum(box.elements for box in boxes) // max(rows, 1) * (stop - start)
+
+
+# ------------------------------------------------------------------------------------------ balance
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A parameter to be given to an owner, and to a compute shard if it is gathered."""
+
+    spec: ParameterSpec
+    elements: tuple[int, ...]
+    gathered: bool
+    divisible: bool
+
+
+def _assign(
+    jobs: Sequence[_Job], layouts: Sequence[LayoutPlan], previous: Sequence[int | None]
+) -> list[tuple[int, int | None]]:
+    """Owner and compute shard of every job.
+
+    Layouts with the same ranks and replica count are balanced together. Others (experts on a mesh
+    of their own) one after the other, coarse ones first, each on top of what its ranks have to do
+    already.
+    """
+    classes: dict[tuple[tuple[tuple[int, ...], ...], int], list[int]] = {}
+    for i, job in enumerate(jobs):
+        layout = layouts[job.spec.layout]
+        classes.setdefault((layout.ranks, layout.replica_count), []).append(i)
+    out: list[tuple[int, int | None]] = [(0, None)] * len(jobs)
+    work: dict[int, float] = {}
+    for members in sorted(classes.values(), key=lambda part: _coarseness(part, jobs)):
+        layout = layouts[jobs[members[0]].spec.layout]
+        mine = [jobs[i] for i in members]
+        assigned = _assign_class(mine, layout, [previous[i] for i in members], work)
+        for i, result in zip(members, assigned, strict=True):
+            out[i] = result
+        if len(classes) > 1 and layout.layout.mesh is not None:
+            _add_work(work, mine, assigned, layout)
+    return out
+
+
+def _coarseness(members: Sequence[int], jobs: Sequence[_Job]) -> tuple[bool, float]:
+    """Jobs that stay where they are first, then those with the largest job."""
+    return any(jobs[i].gathered for i in members), -max(jobs[i].spec.cost for i in members)
+
+
+def _assign_class(
+    jobs: Sequence[_Job],
+    layout: LayoutPlan,
+    previous: Sequence[int | None],
+    work: Mapping[int, float],
+) -> list[tuple[int, int | None]]:
+    """Owners, then the compute shards of each owner, for jobs over the same ranks."""
+    present = [
+        [_mean_work(layout, owner, shard, work) for shard in range(layout.shards)]
+        for owner in range(layout.replica_count)
+    ]
+    owners = share_owners(
+        [job.spec.cost for job in jobs],
+        layout.replica_count,
+        [job.divisible for job in jobs],
+        initial=[sum(row) for row in present],
+        previous=previous,
+    )
+    computes: list[int | None] = [None] * len(jobs)
+    for owner, row in enumerate(present):
+        members = [i for i, job in enumerate(jobs) if job.gathered and owners[i] == owner]
+        costs = [jobs[i].spec.cost for i in members]
+        for i, shard in zip(members, assign_owners(costs, layout.shards, row), strict=True):
             computes[i] = shard
-    return computes
+    return list(zip(owners, computes, strict=True))
+
+
+def _mean_work(layout: LayoutPlan, owner: int, shard: int, work: Mapping[int, float]) -> float:
+    """What the ranks at this place have to do already, mean over the sub-groups."""
+    if not work:
+        return 0.0
+    ranks = [row[shard] for row in layout.ranks[owner :: layout.replica_count]]
+    return sum(work.get(rank, 0.0) for rank in ranks) / len(ranks)
+
+
+def _add_work(
+    work: dict[int, float],
+    jobs: Sequence[_Job],
+    assigned: Sequence[tuple[int, int | None]],
+    layout: LayoutPlan,
+) -> None:
+    """Add what an assignment gives each rank: the compute shard the whole cost, or every shard its
+    part of it, and every owner its part of a divided job."""
+    loads = [[0.0] * layout.shards for _ in range(layout.replica_count)]
+    for job, (owner, compute) in zip(jobs, assigned, strict=True):
+        owners = range(layout.replica_count) if owner == EVERY_OWNER else (owner,)
+        for each in owners:
+            cost = job.spec.cost / len(owners)
+            if compute is not None:
+                loads[each][compute] += cost
+                continue
+            unit = cost / max(sum(job.elements), 1)
+            loads[each] = [a + unit * n for a, n in zip(loads[each], job.elements, strict=True)]
+    for replica, ranks in enumerate(layout.ranks):
+        for rank, load in zip(ranks, loads[replica % layout.replica_count], strict=True):
+            work[rank] = work.get(rank, 0.0) + load
+
+
+# -------------------------------------------------------------------------------------------- units
 
 
 def _units(
@@ -287,7 +434,8 @@ def _units(
 
     def wire_bytes(slot: Slot) -> int:
         spec = parameters[slot.parameter]
-        return math.prod(spec.shape) * spec.wire_itemsize
+        whole = math.prod(spec.shape) * spec.wire_itemsize
+        return whole // layout.replica_count if slot.divided else whole
 
     workers: dict[tuple[int, int | None], list[Slot]] = {}
     for slot in sorted(slots, key=lambda s: -wire_bytes(s)):

@@ -36,37 +36,50 @@ def presence(gradient: Tensor | None, local: Tensor) -> int:
     return _ABSENT if local.numel() else _UNKNOWN
 
 
-def agree_on_presence(
-    answers: Sequence[int],
-    names: Sequence[str],
-    digest: bytes,
-    problem: str | None,
-    group: dist.ProcessGroup | None,
-) -> list[bool]:
-    """Which parameters step, the same on every rank of a control group.
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank brings to the preflight of a control group.
+
+    `answers`: what it knows of the gradient of each parameter, whose `names` these are. `digest`:
+    of its plan and hyperparameters. `problem`: what keeps it from stepping, if anything does.
+    `send_parameters`: whether replicas shall receive whole parameters in this step.
+    """
+
+    answers: Sequence[int]
+    names: Sequence[str]
+    digest: bytes
+    problem: str | None = None
+    send_parameters: bool = False
+
+
+def agree_on_presence(ballot: Ballot, group: dist.ProcessGroup | None) -> tuple[list[bool], bool]:
+    """Which parameters step, and whether whole parameters are sent (if any rank wants it): the same
+    on every rank of a control group.
 
     One all-reduce of fixed size carries a status, the digest of the plan and a hash of the answers,
     so that ranks with different plans cannot meet in collectives of different sizes. Only where
     hashes differ or a rank does not know, the answers themselves follow. Raises PreflightError on
     every rank where one has a problem, plans differ, or answers are mixed.
     """
+    present = [answer == _PRESENT for answer in ballot.answers]
     if group is None:
-        if problem:
-            raise PreflightError(problem)
-        return [answer == _PRESENT for answer in answers]
-    unknown = _UNKNOWN in answers
-    code = int.from_bytes(hashlib.blake2b(bytes(answers), digest_size=7).digest(), "big")
-    plan = int.from_bytes(digest[:7], "big")
+        if ballot.problem:
+            raise PreflightError(ballot.problem)
+        return present, ballot.send_parameters
+    unknown = _UNKNOWN in ballot.answers
+    code = int.from_bytes(hashlib.blake2b(bytes(ballot.answers), digest_size=7).digest(), "big")
+    plan = int.from_bytes(ballot.digest[:7], "big")
     lowest = torch.iinfo(torch.int64).min
     known = (lowest, lowest) if unknown else (code, -code)
-    flags = torch.tensor([problem is not None, unknown, plan, -plan, *known], dtype=torch.int64)
+    wishes = (ballot.problem is not None, unknown, ballot.send_parameters)
+    flags = torch.tensor([*wishes, plan, -plan, *known], dtype=torch.int64)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    failed, any_unknown, plan_max, plan_min, code_max, code_min = flags.tolist()
+    failed, any_unknown, sends, plan_max, plan_min, code_max, code_min = flags.tolist()
     if failed or plan_max != -plan_min:
-        _raise_problem(problem, digest, group)
-    if not any_unknown and code_max == -code_min:
-        return [answer == _PRESENT for answer in answers]
-    return _agree_in_detail(answers, names, group)
+        _raise_problem(ballot, group)
+    if any_unknown or code_max != -code_min:
+        present = _agree_in_detail(ballot.answers, ballot.names, group)
+    return present, bool(sends)
 
 
 def _agree_in_detail(
@@ -93,9 +106,9 @@ def _agree_in_detail(
     return [bool(yes) for yes, _ in votes.tolist()]
 
 
-def _raise_problem(problem: str | None, digest: bytes, group: dist.ProcessGroup) -> None:
+def _raise_problem(ballot: Ballot, group: dist.ProcessGroup) -> None:
     """Tell every rank what is wrong, and where."""
-    everyone = gather_objects((problem, digest), group)
+    everyone = gather_objects((ballot.problem, ballot.digest), group)
     ranks = dist.get_process_group_ranks(group)
     problems = [f"rank {r}: {p}" for r, (p, _) in zip(ranks, everyone, strict=True) if p]
     if problems:
@@ -119,24 +132,41 @@ class Domain:
     members: tuple[int, ...]
 
 
-def agree_on_gradients(
-    parameters: Sequence[Tensor], names: Sequence[str], domains: Sequence[Domain], digest: bytes
-) -> list[bool]:
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks agreed on: which parameters step, and which of them replicas shall receive as
+    parameters (indices), whatever the rule sends otherwise."""
+
+    active: tuple[bool, ...]
+    sent: frozenset[int]
+
+
+def agree_on_step(
+    parameters: Sequence[Tensor],
+    names: Sequence[str],
+    domains: Sequence[Domain],
+    digest: bytes,
+    *,
+    send_parameters: bool,
+) -> Agreement:
     """Which parameters step, by index and the same on every rank. Collective.
 
     Raises PreflightError on every rank of a domain where they disagree or one of them cannot step.
     """
     problem = find_problem(parameters, names)
     active = [False] * len(parameters)
+    sent: set[int] = set()
     for domain in domains:
         answers = [
             presence(parameters[i].grad, local_tensor(parameters[i])) for i in domain.members
         ]
         members = [names[i] for i in domain.members]
-        agreed = agree_on_presence(answers, members, digest, problem, domain.group)
+        ballot = Ballot(answers, members, digest, problem, send_parameters)
+        agreed, sends = agree_on_presence(ballot, domain.group)
         for i, steps in zip(domain.members, agreed, strict=True):
             active[i] = steps
-    return active
+        sent.update(domain.members if sends else ())
+    return Agreement(tuple(active), frozenset(sent))
 
 
 def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:

@@ -24,9 +24,11 @@ def test_momentum(dtype: torch.dtype, nesterov: bool) -> None:
     payload = [torch.empty(n, dtype=torch.bfloat16) for n in SIZES]
     momentum_into(payload, gradients, buffers, 0.9, nesterov=nesterov)
     for out, g, b, expected in zip(payload, gradients, buffers, expected_buffers, strict=True):
-        torch.testing.assert_close(b, expected, rtol=1e-6 if dtype.itemsize == 4 else 0.01, atol=0)
+        # A bfloat16 kernel may round in between, and the sum may cancel: one unit of its terms.
+        tolerance = {"rtol": 1e-6, "atol": 0} if dtype.itemsize == 4 else {"rtol": 0, "atol": 0.02}
+        torch.testing.assert_close(b, expected, **tolerance)
         ahead = torch.add(g, b, alpha=0.9) if nesterov else b
-        torch.testing.assert_close(out, ahead.bfloat16(), rtol=0.01, atol=1e-6)
+        torch.testing.assert_close(out, ahead.bfloat16(), rtol=0.01, atol=0.02)
 
 
 @pytest.mark.parametrize("update_dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -294,3 +295,41 @@ def test_names_given_twice_are_refused() -> None:
     (_, a), (_, b) = make_parameters(((5, 4), (6, 8)), None, ())
     with pytest.raises(ValueError, match="same name: \\['a'\\]"):
         hyperopt.Muon([("a", a), ("a", b)])
+
+
+def drift_after_load(load: bool) -> list[bool]:
+    """Per step whether replicas agree, after one replica's parameters were changed."""
+    optimizer, parameters, mesh = build(hsdp_replica_count=2)
+    agree = []
+    for step in range(4):
+        if step == 1:
+            state = optimizer.state_dict()
+            with torch.no_grad():
+                for _, parameter in parameters:
+                    parameter.to_local().add_(float(mesh.get_local_rank("replicate")))
+            if load and dist.get_rank() != 3:
+                optimizer.load_state_dict(state)
+            elif load:
+                optimizer.load_state_dict(copy.deepcopy(state))
+        set_gradients(parameters, step, mesh, DIMS)
+        optimizer.step()
+        agree.append(not optimizer.check_replicas() if step == 3 else agreement(parameters, mesh))
+    return agree
+
+
+def agreement(parameters: list[Any], mesh: Any) -> bool:
+    for _, parameter in parameters:
+        mine = parameter.to_local().detach().clone()
+        other = mine.clone()
+        dist.broadcast(other, group=mesh.get_group("replicate"), group_src=0)
+        same = torch.tensor(int(torch.equal(mine, other)))
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        if not same.item():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_the_step_after_a_load_sends_parameters_which_ends_any_drift(load: bool) -> None:
+    for agree in run_ranks(drift_after_load, 4, load):
+        assert agree == [True, load, load, load]

@@ -126,6 +126,7 @@ def test_digest_covers_every_part_of_a_plan() -> None:
         replace(slot, parameter=1),
         replace(slot, owner=1 - slot.owner),
         replace(slot, compute=None),
+        replace(slot, divided=True),
         replace(slot, elements=(31, 33)),
     ]
     units = [
@@ -133,9 +134,15 @@ def test_digest_covers_every_part_of_a_plan() -> None:
         replace(unit, wire="float32"),
         replace(unit, dtype="bfloat16"),
         replace(unit, owned=unit.owned[::-1]),
-        replace(unit, owned=((slots[3],), unit.owned[1])),
+        replace(unit, owned=((slots[4],), unit.owned[1])),
     ]
-    assert {f.name for f in fields(slot)} == {"parameter", "owner", "compute", "elements"}
+    assert {f.name for f in fields(slot)} == {
+        "parameter",
+        "owner",
+        "compute",
+        "elements",
+        "divided",
+    }
     assert {f.name for f in fields(unit)} == {"layout", "wire", "dtype", "owned"}
     plans = [
         plan,
