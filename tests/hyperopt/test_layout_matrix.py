@@ -1,4 +1,4 @@
-"""Every layout, with every kind of shape, under every optimizer, equals the definition on one process.
+"""Every layout, with every kind of shape, under every optimizer, equals its definition.
 
 Two tables, LAYOUTS and FAMILIES, make the cells; each cell is a training of a few steps. Parameters
 and all state must be those of the oracles of `tests.reference` within rounding, replicas equal to
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from hyperopt import PlanConfig
 from tests.distributed import run_ranks
 from tests.hyperopt.scenarios import Kind, Place, Scenario, Spec, differences, play, play_all
 
@@ -96,19 +97,25 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     "everything": (*SHAPES, "gradients come and go", "two dtypes", "vectors"),
 }
 """Families that train in one optimizer. A world costs seconds, an optimizer tenths of one."""
-CELLS: dict[Kind, tuple[str, ...]] = {
-    "Muon": ("shapes", "presence", "empty"),
-    "DistributedAdamW": ("shapes", "presence", "empty"),
-    "chain": ("everything",),
+MANY_UNITS = PlanConfig(unit_bytes=512)
+DIVIDED = PlanConfig(divide_bytes=32)
+CELLS: dict[tuple[Kind, str], PlanConfig] = {
+    ("Muon", "shapes"): MANY_UNITS,
+    ("Muon", "presence"): PlanConfig(),
+    ("Muon", "empty"): PlanConfig(),
+    ("DistributedAdamW", "shapes"): DIVIDED,
+    ("DistributedAdamW", "presence"): PlanConfig(),
+    ("DistributedAdamW", "empty"): PlanConfig(),
+    ("chain", "everything"): PlanConfig(),
 }
+"""What trains on every layout, and with which plan: small units, or parameters divided by rows."""
 
 
 def cells(layout: Layout) -> dict[str, Scenario]:
     """The trainings of one layout."""
     return {
-        f"{kind}: {name}": Scenario(kind, family(layout, TOGETHER[name]), **OPTIONS)
-        for kind, names in CELLS.items()
-        for name in names
+        f"{kind}: {name}": Scenario(kind, family(layout, TOGETHER[name]), plan=plan, **OPTIONS)
+        for (kind, name), plan in CELLS.items()
     }
 
 
@@ -146,5 +153,5 @@ def test_a_wrong_step_is_noticed() -> None:
     assert differences(right, [play(replace(right, muon={"lr": 0.049}))])
     one, other = play(right), play(right)
     other.parameters["p0"][0, 0] += 1e-6
-    (found,) = [d for d in differences(right, [one, other]) if "keep it" not in d]
+    (found,) = [d for d in differences(right, [one, other]) if "kept" not in d]
     assert "differs from another replica" in found

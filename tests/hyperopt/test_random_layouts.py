@@ -43,6 +43,7 @@ plans = st.builds(
     PlanConfig,
     unit_bytes=st.sampled_from((1, 100, 1000, 2**29)),
     gather=st.sampled_from(("all_to_all", "all_gather")),
+    divide_bytes=st.sampled_from((1, 100, 2**20)),
 )
 options = st.fixed_dictionaries(
     {
