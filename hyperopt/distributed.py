@@ -53,7 +53,7 @@ _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state and work live on owner replicas.
 
-    A step: preflight (one small all-reduce: who has gradients, same plan, no problem), then the
+    A step: preflight (one small exchange: who has gradients, same plan, no problem), then the
     executor's stages. See `hyperopt.executor` for the phases of communication.
 
     Subclasses give a rule, defaults, and `validate_group`. Parameters may be plain tensors or
@@ -199,7 +199,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ready = self._ready()
         self.cleanup_synced_state()
         agreed = self.preflight() if agreed is None else agreed
-        gradients = self._active_gradients(agreed.active)
+        parameters = [local_tensor(p) for p in ready.parameters]
+        gradients = self._active_gradients(agreed.active, parameters)
         self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
@@ -207,7 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         error = ready.executor.step(
             StepInput(
                 ready.parameters,
-                [local_tensor(p) for p in ready.parameters],
+                parameters,
                 gradients,
                 self._store.owned,
                 self.param_groups,
@@ -284,16 +285,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "usable: resume from a checkpoint"
             ) from error
 
-    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
+    def _active_gradients(
+        self, active: Sequence[bool], local: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty
         one."""
         gradients: dict[int, Tensor] = {}
         for index, parameter in enumerate(self._assembly.parameters):
             if active[index]:
                 gradient = parameter.grad
-                local = local_tensor(parameter)
                 gradients[index] = (
-                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
+                    torch.empty_like(local[index]) if gradient is None else local_tensor(gradient)
                 )
         return gradients
 

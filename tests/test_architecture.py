@@ -29,7 +29,7 @@ LAYERS = {
         ("ownership",),
         ("sharing",),
         ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks"),
-        ("rules", "plan"),
+        ("rules", "plan", "control"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading"),
