@@ -76,6 +76,16 @@ class Assembly:
         layout = self.plan.layouts[spec.layout].layout
         return layout.shard_boxes(spec.shape)[self.executor.seats[spec.layout].shard]
 
+    def fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these groups are the ones that were planned: the same parameters, in order."""
+        members = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
+        return len(members) == len(self.parameters) and all(
+            p is planned and number == spec.group
+            for (p, number), planned, spec in zip(
+                members, self.parameters, self.plan.parameters, strict=True
+            )
+        )
+
     def placements(self) -> dict[str, ParameterPlacement]:
         """Placement and owner per parameter name."""
         slots = self.plan.owned_slots()

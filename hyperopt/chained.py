@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
+from hyperopt.plan import ReplicaCount
 from hyperopt.preflight import Agreement, PreflightError
 from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
 
@@ -277,10 +278,12 @@ class ChainedOptimizer(torch.optim.Optimizer):
             member.load_state_dict({"state": state, "param_groups": groups})
             first_parameter, first_group = stop_parameter, stop_group
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan every distributed member again. Collective."""
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan every distributed member again; see `DistributedOptimizer`. Collective."""
         for member in self._distributed().values():
-            member.reset_optimizer_parameters()
+            member.reset_optimizer_parameters(hsdp_replica_count=hsdp_replica_count)
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 

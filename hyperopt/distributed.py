@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -89,18 +89,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replicate_group = replicate_group
         self._plan_config = plan or PlanConfig()
         self._store = StateStore()
-        self._groups_changed = False
         self._steps = 0
         self._send_parameters = False
         self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
-        self._assembly = self._assemble()
+        self._assembly = self._assemble(hsdp_replica_count)
 
     # ------------------------------------------------------------------------- groups and the plan
 
     def validate_group(self, group: Mapping[str, Any], names: Sequence[str]) -> None:
         """Raise ValueError for options or parameters of a group that cannot work. `names` are the
         parameters' names, for the message."""
+
+    def adapt_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The hyperparameters of a loaded state dict in this optimizer's terms, where they may come
+        from another one. `group` is the group that takes them. Raises ValueError where it cannot.
+        """
+        return saved
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. After construction, call `reset_optimizer_parameters()` on every rank."""
@@ -113,7 +118,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         if not self._rule.step_per_parameter:
             group.setdefault(STEP, 0)
-        self._groups_changed = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group_names(group)
@@ -124,23 +128,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} is sparse; only dense parameters are supported")
         self.validate_group(group, names)
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan again after a change of groups. Collective. Momentum is kept: state moves to its new
-        owner.
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan again after a change of groups, or for another replica count. Collective. Momentum
+        is kept: state moves to its new owner, and owners stay where that is as balanced.
+
+        Args:
+            hsdp_replica_count: replicas that share one copy of the state from now on, as at
+                construction.
 
         Raises:
             ValueError: before anything changes, when a parameter that has state is gone from the
-                groups, or when the new groups cannot be planned.
+                groups, or when the groups or the replica count cannot work.
         """
+        for group in self.param_groups:
+            self._check_group(group)
         old = self._assembly
+        keep = hsdp_replica_count == "keep"
+        count = self._replica_count if hsdp_replica_count == "keep" else hsdp_replica_count
         positions = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
         if gone:
             raise ValueError(f"parameters with state are no longer in any group: {gone}")
-        new = self._assemble(dict(zip(old.parameters, old.plan.owners(), strict=True)))
+        owners = dict(zip(old.parameters, old.plan.owners(), strict=True)) if keep else None
+        new = self._assemble(count, owners)
         states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
         entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
-        self._assembly, self._columns = new, None
+        self._assembly, self._replica_count, self._columns = new, count, None
         self._store.clear()
         self._store.entries.update(entries)
         for index, state in states.items():
@@ -148,11 +163,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if place in new.owned:
                 self._store.owned[place] = seam.own_part(new, place, state)
 
-    def _assemble(self, previous: Mapping[Tensor, int] | None = None) -> Assembly:
+    def _assemble(
+        self, replica_count: ReplicaCount, previous: Mapping[Tensor, int] | None = None
+    ) -> Assembly:
         assembly = assemble(
             self.param_groups,
             self._rule,
-            self._replica_count,
+            replica_count,
             self._replicate_group,
             self._plan_config,
             previous,
@@ -160,13 +177,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
         )
-        self._groups_changed = False
         if comm.current_rank() == 0:
             logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
         return assembly
 
     def _ready(self) -> Assembly:
-        if self._groups_changed:
+        if not self._assembly.fits(self.param_groups):
             raise RuntimeError(
                 "parameter groups changed: call reset_optimizer_parameters() on every rank"
             )
@@ -413,7 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 key: from_json(value, group[key])
                 if isinstance(group.get(key), torch.dtype)
                 else value
-                for key, value in values.items()
+                for key, value in self.adapt_group(values, group).items()
             }
             candidate = {**group, **known}
             if not self._rule.step_per_parameter:

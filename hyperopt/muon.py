@@ -21,6 +21,7 @@ from hyperopt.hyperparameters import check_bool, check_choice, check_number
 from hyperopt.newton_schulz import ALGORITHMS, DTYPES, resolve_coefficients
 from hyperopt.plan import PlanConfig, ReplicaCount
 from hyperopt.rules import MuonRule, momentum_pair
+from hyperopt.torch_muon import from_torch_muon, is_torch_muon
 
 ZERO_RMS_SCALE_MODES = ("zero", "use_lr")
 
@@ -141,6 +142,17 @@ class Muon(DistributedOptimizer):
             raise ValueError(
                 f"Muon takes parameters of two dims or more; give these to AdamW: {flat[:20]}"
             )
+
+    def adapt_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take hyperparameters of torch.optim.Muon, whose buffers are running averages."""
+        if not is_torch_muon(saved):
+            return saved
+        if self._hooks.momentum_update is None:
+            raise ValueError(
+                "a state dict of torch.optim.Muon holds running averages of gradients, not sums: "
+                "build Muon with momentum_update_fn=hyperopt.recipes.running_average_momentum"
+            )
+        return from_torch_muon(saved, [tuple(p.shape) for p in group["params"]])
 
 
 def _check_momentum(momentum: Any) -> None:

@@ -29,7 +29,7 @@ LAYERS = {
         ("ownership",),
         ("sharing",),
         ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks"),
-        ("rules", "plan", "control"),
+        ("rules", "plan", "control", "torch_muon"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading"),
