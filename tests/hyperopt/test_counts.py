@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hyperopt
 from hyperopt import PlanConfig
+from hyperopt.ownership import newton_schulz_cost
 from tests.distributed import run_ranks
 from tests.hyperopt.counting import Collective, Traffic, flop_counter, live_bytes, nbytes
 from tests.hyperopt.worlds import local, make_parameters, set_gradients
@@ -83,7 +84,9 @@ def count_all(cases: Sequence[tuple[str, tuple[int, ...], Mapping[str, Any]]]) -
 def cases(mesh: tuple[int, int]) -> list[tuple[str, tuple[int, ...], dict[str, Any]]]:
     standard = {"ns_algorithm": "standard"}
     by_gathering = {**standard, "plan": PlanConfig(gather="all_gather")}
-    return [("Muon", mesh, standard), ("Muon", mesh, by_gathering), ("DistributedAdamW", mesh, {})]
+    in_parts = {**standard, "plan": PlanConfig(unit_bytes=64)}
+    muons = [("Muon", mesh, options) for options in (standard, by_gathering, in_parts)]
+    return [*muons, ("DistributedAdamW", mesh, {})]
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -94,15 +97,17 @@ def test_every_rank_reaches_the_floor(name: str) -> None:
     exchanged = 2 * BF16 * ELEMENTS * (shards - 1) / (shards * ranks)
     published = ELEMENTS * (replicas - 1) / ranks
     by_rank = run_ranks(count_all, ranks, cases(mesh))
-    for muon, gathering, adamw in by_rank:
+    for muon, gathering, parts, adamw in by_rank:
         assert muon.received == pytest.approx(exchanged + BF16 * published, rel=0.1)
         assert gathering.received == pytest.approx(shards * exchanged + BF16 * published, rel=0.1)
         assert adamw.received == pytest.approx(FP32 * published, rel=0.1)
-        assert muon.flops == gathering.flops == pytest.approx(flops, rel=0.1)
+        assert parts.received == muon.received
+        assert muon.flops == gathering.flops == parts.flops == pytest.approx(flops, rel=0.1)
         assert adamw.flops == 0
         assert muon.owned == pytest.approx(FP32 * ELEMENTS / ranks, rel=0.1)
         assert adamw.owned == pytest.approx(2 * FP32 * ELEMENTS / ranks, rel=0.1)
-        assert all(map(torch.equal, muon.parameters, gathering.parameters))
+        for other in (gathering, parts):
+            assert all(map(torch.equal, muon.parameters, other.parameters))
         assert max(c.control for c in (muon, gathering, adamw)) <= CONTROL_BYTES
         exchange = ("alltoall_base_",) * (2 if shards > 1 else 0)
         publish = ("broadcast_",) * (replicas if replicas > 1 else 0)
@@ -137,13 +142,16 @@ def test_traffic_counts_known_collectives() -> None:
 
 
 def test_flops_of_one_process_are_the_formula() -> None:
-    """Exactly: an operator that the counter does not know would be missing."""
+    """Exactly: an operator that the counter does not know would be missing. And it is the cost by
+    which owners are balanced."""
     parameters = make_parameters(SHAPES, None, ())
     optimizer = hyperopt.Muon(parameters, ns_algorithm="standard")
     set_gradients(parameters, 0, None, ())
     with flop_counter() as flops:
         optimizer.step()
     assert flops.get_total_flops() == sum(newton_schulz_flops(*shape) for shape in SHAPES)
+    for rows, columns in SHAPES:
+        assert newton_schulz_cost(1, rows, columns, 5) == newton_schulz_flops(rows, columns)
 
 
 # -------------------------------------------------------------------------------------- memory
