@@ -57,7 +57,6 @@ class Assembly:
     names: tuple[str, ...]
     executor: Executor
     domains: tuple[Domain, ...]
-    digest: bytes
     owned: Mapping[int, Slot]
 
     @property
@@ -141,7 +140,7 @@ def assemble(
         for slot in plan.slots
         if slot.owner == executor.seats[plan.parameters[slot.parameter].layout].coordinate
     }
-    assembly = Assembly(parameters, names, executor, _find_domains(plan), plan.digest(), owned)
+    assembly = Assembly(parameters, names, executor, _find_domains(plan), owned)
     _check_plans(assembly)
     _check_shards(assembly)
     return assembly
@@ -178,25 +177,32 @@ def _specs(
 
 
 def _find_domains(plan: StepPlan) -> tuple[Domain, ...]:
-    """The sets of ranks that must agree, each with its parameters; one control group each."""
+    """The sets of ranks that must agree, each with its parameters; one control group each. Small
+    ones first: what goes wrong there is told to the larger ones that they are part of."""
     members: dict[tuple[int, ...], list[int]] = {}
     for index, spec in enumerate(plan.parameters):
         layout = plan.layouts[spec.layout]
         ranks = layout.all_ranks() if layout.layout.mesh is not None else ()
         members.setdefault(ranks, []).append(index)
     return tuple(
-        Domain(control_group(ranks), tuple(indices)) for ranks, indices in sorted(members.items())
+        Domain(control_group(ranks), tuple(members[ranks]), plan.digest(ranks))
+        for ranks in sorted(members, key=lambda ranks: (len(ranks), ranks))
     )
 
 
 def _check_plans(assembly: Assembly) -> None:
+    """Raise on every rank of a domain where plans differ, there or in a domain inside of it."""
+    problem: str | None = None
     for domain in assembly.domains:
-        everyone = domain.gather((assembly.digest, len(assembly.parameters)))
-        if len(set(everyone)) > 1:
-            raise ValueError(
+        everyone = domain.gather((domain.digest, len(assembly.parameters), problem))
+        problem = problem or next((found for *_, found in everyone if found), None)
+        if problem is None and len({digest for digest, *_ in everyone}) > 1:
+            problem = (
                 "ranks of one mesh were given different parameters, groups or options; parameters "
-                f"per rank: {[count for _, count in everyone]}"
+                f"per rank: {[count for _, count, _ in everyone]}"
             )
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _check_shards(assembly: Assembly) -> None:

@@ -276,13 +276,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 sparse gradient, another plan, or other hyperparameters.
         """
         ready = self._ready()
-        digest = hashlib.blake2b(ready.digest, digest_size=32)
-        digest.update(repr([plain_values(group) for group in self.param_groups]).encode())
+        values = repr([plain_values(group) for group in self.param_groups])
         return agree_on_step(
             ready.parameters,
             ready.names,
             ready.domains,
-            digest.digest(),
+            hashlib.blake2b(values.encode(), digest_size=32).digest(),
             send_parameters=self._send_parameters,
         )
 

@@ -126,11 +126,12 @@ def _raise_problem(ballot: Ballot, group: ControlGroup) -> None:
 class Domain:
     """Ranks that step together: the control group of one mesh, and the parameters that live there.
 
-    `group` is None where the parameters share nothing.
+    `group` is None where the parameters share nothing. `digest` is of what they share of the plan.
     """
 
     group: ControlGroup | None
     members: tuple[int, ...]
+    digest: bytes
 
     def gather(self, value: T) -> list[T]:
         """Every rank's object; the value alone where nothing is shared. Collective."""
@@ -156,19 +157,29 @@ def agree_on_step(
 ) -> Agreement:
     """Which parameters step, by index and the same on every rank. Collective.
 
+    Small domains agree first, and tell what is wrong to the larger ones that they are part of.
+
     Raises PreflightError on every rank of a domain where they disagree or one of them cannot step.
     """
     problem = find_problem(parameters, names)
     active = [False] * len(parameters)
     sent: set[int] = set()
+    first: PreflightError | None = None
     for domain in domains:
         answers = [presence(parameters[i]) for i in domain.members]
         members = [names[i] for i in domain.members]
-        ballot = Ballot(answers, members, digest, problem, send_parameters)
-        agreed, sends = agree_on_presence(ballot, domain.group)
+        both = hashlib.blake2b(domain.digest + digest, digest_size=32).digest()
+        ballot = Ballot(answers, members, both, problem, send_parameters)
+        try:
+            agreed, sends = agree_on_presence(ballot, domain.group)
+        except PreflightError as error:
+            first, problem = first or error, problem or str(error)
+            continue
         for i, steps in zip(domain.members, agreed, strict=True):
             active[i] = steps
         sent.update(domain.members if sends else ())
+    if first is not None:
+        raise first
     return Agreement(tuple(active), frozenset(sent))
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hyperopt
 from hyperopt.ownership import OwnedState
+from hyperopt.preflight import PreflightError
 from tests.distributed import run_ranks
 from tests.hyperopt.worlds import local, whole
 
@@ -168,3 +169,47 @@ def test_wrapped_models_train_as_in_one_process(name: str) -> None:
         for key, expected in alone.items():
             assert torch.equal(trained[key], results[0][0][key]), key
             torch.testing.assert_close(trained[key], expected, atol=2e-6, rtol=2e-6)
+
+
+def lose_a_gradient(name: str) -> str:
+    """One rank has no gradient of a parameter that only some ranks share."""
+    model = Model()
+    optimizer = hyperopt.build_optimizer(model, **fsdp_times_tp(model))
+    for parameter in model.parameters():
+        parameter.grad = gradient_of(parameter, 0)
+    before = {key: local(p) for key, p in model.named_parameters()}
+    if dist.get_rank() == 0:
+        model.get_parameter(name).grad = None
+    with pytest.raises(PreflightError) as caught:
+        optimizer.step()
+    assert all(torch.equal(local(p), before[key]) for key, p in model.named_parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "experts.weight"])
+def test_disagreement_inside_a_part_of_the_mesh_stops_all_ranks(name: str) -> None:
+    """What tensor parallelism leaves alone is sharded over the data-parallel ranks of one column
+    only. If these refuse to step, the others must not go on."""
+    for message in run_ranks(lose_a_gradient, 4, name):
+        assert f"{name} (none on ranks [0])" in message
+
+
+def build_unlike_the_others() -> str:
+    """The experts of ranks 0 and 2 are in groups that differ."""
+    model = Model()
+    fsdp_times_tp(model)
+    named = dict(model.named_parameters())
+    weights = ["up.weight", "down.weight", "experts.weight"]
+    steps = 3 if dist.get_rank() == 2 else 5
+    groups = [
+        {"params": [(n, named[n]) for n in weights[:2]]},
+        {"params": [(weights[2], named[weights[2]])], "ns_steps": steps},
+    ]
+    with pytest.raises(ValueError) as caught:
+        hyperopt.Muon(groups)
+    return str(caught.value)
+
+
+def test_plans_that_differ_inside_a_part_of_the_mesh_stop_all_ranks() -> None:
+    for message in run_ranks(build_unlike_the_others, 4):
+        assert "different parameters, groups or options" in message
