@@ -44,6 +44,7 @@ from hyperopt.state_dicts import (
     to_nested,
     wrap_states,
 )
+from hyperopt.torch_hooks import with_load_hooks, with_state_dict_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
         self._assembly = self._assemble(hsdp_replica_count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -304,11 +308,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, active: Sequence[bool], local: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty
-        one."""
+        one. Raises RuntimeError for gradients that are gone since the preflight."""
         gradients: dict[int, Tensor] = {}
         for index, parameter in enumerate(self._assembly.parameters):
             if active[index]:
                 gradient = parameter.grad
+                if gradient is None and local[index].numel():
+                    raise RuntimeError(
+                        f"{self._assembly.names[index]} had a gradient in the preflight and has "
+                        "none now: a step pre-hook that removes gradients belongs to the chain, "
+                        "not to its member"
+                    )
                 gradients[index] = (
                     torch.empty_like(local[index]) if gradient is None else local_tensor(gradient)
                 )
@@ -332,6 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------- torch's form
 
+    @with_state_dict_hooks
     def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
@@ -339,6 +350,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
         this rank does not own goes with the dict.
         """
+        return self._index_keyed(localize)
+
+    def _index_keyed(self, localize: bool) -> dict[str, Any]:
         ready = self._ready()
         with torch.no_grad():
             states = self._complete_states()
@@ -346,14 +360,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return to_index_keyed(state, self.param_groups)
 
     def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
-        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
-        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+        """The state by FQN. Collective. Flat: `state.<fqn>.<key>` and `param_groups.<fqn>.<name>`;
+        nested: `state` and `param_groups`, with FQNs for indices. Runs no state-dict hooks, since
+        these belong to torch's form.
 
         Raises:
             ValueError: when the parameters were given without names.
         """
         self.require_names()
-        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        nested = to_nested(self._index_keyed(localize), self._assembly.names)
         return to_flat(nested) if flatten else nested
 
     def require_names(self) -> None:
@@ -386,6 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Free the state that is here only because it was synchronized. No collective."""
         self._store.synced = None
 
+    @with_load_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
