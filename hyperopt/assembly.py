@@ -20,13 +20,12 @@ from hyperopt.plan import (
     LayoutPlan,
     ParameterSpec,
     PlanConfig,
-    ReplicaCount,
     Slot,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
 from hyperopt.preflight import Domain
+from hyperopt.replica_count import ReplicaCount, resolve_replica_count
 from hyperopt.rules import UpdateRule
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -22,8 +22,8 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.plan import ReplicaCount
 from hyperopt.preflight import Agreement, PreflightError
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
 from hyperopt.torch_hooks import with_load_hooks, with_own_step_hooks, with_state_dict_hooks
 

@@ -25,8 +25,9 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.plan import PlanConfig
 from hyperopt.preflight import Agreement, StepError, agree_on_failures, agree_on_step
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
@@ -67,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         defaults: hyperparameters of groups that do not set them.
         rule: what happens to tensors.
         hsdp_replica_count: replicas that share one copy of the state; see
-            `hyperopt.plan.resolve_replica_count`.
+            `hyperopt.replica_count.resolve_replica_count`.
         replicate_group: the group over which plain tensors are replicated (DDP).
         plan: limits of the plan.
 

@@ -19,7 +19,8 @@ from hyperopt.hooks import (
 )
 from hyperopt.hyperparameters import check_bool, check_choice, check_number
 from hyperopt.newton_schulz import ALGORITHMS, DTYPES, resolve_coefficients
-from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.plan import PlanConfig
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import MuonRule, momentum_pair
 from hyperopt.torch_muon import from_torch_muon, is_torch_muon
 

@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 from torch import Tensor
@@ -25,7 +24,6 @@ from hyperopt.sharing import (
     share_owners,
 )
 
-ReplicaCount = int | Literal["auto"] | None
 Gather = Literal["all_to_all", "all_gather"]
 
 SMALLEST_UNIT_BYTES = 4 * 2**20
@@ -190,13 +188,17 @@ class StepPlan:
         ones inside a mesh with tensor parallelism, each rank knows its own only.
         """
         shared = [layout.has(ranks) for layout in self.layouts]
-        plan = replace(
-            self,
-            layouts=tuple(x for x, ours in zip(self.layouts, shared, strict=True) if ours),
-            slots=tuple(s for s in self.slots if shared[self.parameters[s.parameter].layout]),
-            units=tuple(unit for unit in self.units if shared[unit.layout]),
-        )
+        plan = self if all(shared) else self._part(shared)
         return hashlib.blake2b(repr(_compact(plan)).encode(), digest_size=32).digest()
+
+    def _part(self, chosen: Sequence[bool]) -> StepPlan:
+        """The plan of some of the layouts."""
+        return replace(
+            self,
+            layouts=tuple(x for x, ours in zip(self.layouts, chosen, strict=True) if ours),
+            slots=tuple(s for s in self.slots if chosen[self.parameters[s.parameter].layout]),
+            units=tuple(unit for unit in self.units if chosen[unit.layout]),
+        )
 
     def owned_slots(self) -> list[tuple[OwnedSlot, ...]]:
         """Owners and costs of every parameter, in their order; with row ranges where divided."""
@@ -515,42 +517,3 @@ def _round(
         if index < len(cuts[worker]):
             owned[worker[0]] += cuts[worker][index]
     return tuple(map(tuple, owned))
-
-
-def resolve_replica_count(
-    requested: ReplicaCount,
-    ranks: Sequence[Sequence[int]],
-    hosts: Sequence[str] | None,
-) -> int:
-    """The size of the replica sub-groups of a layout.
-
-    `ranks[replica][shard]` are global ranks and `hosts[rank]` says where each runs. An integer is
-    honoured or refused: it must divide the number of replicas; a replica group no larger than it is
-    used whole. `"auto"` and None keep traffic inside a node where a node holds several consecutive
-    replicas (nodes of unequal count: their greatest common divisor), and otherwise use the whole
-    group. Raises ValueError.
-    """
-    replicas = len(ranks)
-    if requested is None or requested == "auto":
-        return _replicas_per_node(ranks, hosts) if hosts else replicas
-    if isinstance(requested, bool) or not isinstance(requested, int) or requested < 1:
-        raise ValueError(
-            f"hsdp_replica_count must be 'auto', None or a positive integer, got {requested!r}"
-        )
-    if requested >= replicas:
-        return replicas
-    if replicas % requested:
-        possible = [n for n in range(1, replicas + 1) if replicas % n == 0]
-        raise ValueError(
-            f"hsdp_replica_count={requested} does not divide the {replicas} replicas; "
-            f"possible: {possible}"
-        )
-    return requested
-
-
-def _replicas_per_node(ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
-    common = 0
-    for column in zip(*ranks, strict=True):
-        for _, run in groupby(column, key=lambda rank: hosts[rank]):
-            common = math.gcd(common, len(list(run)))
-    return common if common > 1 else len(ranks)

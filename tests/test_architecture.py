@@ -27,7 +27,7 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("sharing",),
+        ("sharing", "replica_count"),
         ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
         ("rules", "plan", "control", "torch_muon"),
         ("comm",),

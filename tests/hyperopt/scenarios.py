@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import hyperopt
 from hyperopt.ownership import Placement
-from hyperopt.plan import ReplicaCount
+from hyperopt.replica_count import ReplicaCount
 from tests.hyperopt.worlds import tensors
 from tests.reference.adamw import AdamWOptions, ReferenceAdamW
 from tests.reference.muon import MuonGroup, MuonOptions, ReferenceMuon
