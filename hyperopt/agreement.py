@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -21,20 +21,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What one rank is about to build: the digest of its plan, its number of parameters, and for
-    each mesh that they live on (16 bytes that stand for its ranks, how many they are).
+    """What one rank is about to build: for each mesh (16 bytes that stand for its ranks, how many
+    they are) the digest of what they share of the plan, and its number of parameters.
 
     `problem` says what keeps the rank from building, or is None.
     """
 
-    plan: bytes = b""
+    plans: Mapping[tuple[bytes, int], bytes] = field(default_factory=dict)
     parameters: int = 0
-    meshes: tuple[tuple[bytes, int], ...] = ()
     problem: str | None = None
 
 
 def mesh_key(ranks: Ranks) -> tuple[bytes, int]:
-    """A mesh in few bytes, for `Draft.meshes`: on thousands of ranks the ranks are too many."""
+    """A mesh in few bytes, for `Draft.plans`: on thousands of ranks the ranks are too many."""
     return hashlib.blake2b(repr(ranks).encode(), digest_size=16).digest(), len(ranks)
 
 
@@ -71,14 +70,14 @@ def agree_on_drafts(draft: Draft, error: Exception | None) -> None:
         draft = Draft(problem=_told(error))
     drafts = gather_world(draft)
     raise_together(error, [d.problem for d in drafts])
-    for mesh in sorted(set().union(*(d.meshes for d in drafts))):
+    for mesh in sorted(set().union(*(d.plans for d in drafts))):
         _check_mesh(mesh, drafts)
 
 
 def _check_mesh(mesh: tuple[bytes, int], drafts: Sequence[Draft]) -> None:
     """All ranks of a mesh must have parameters there, and the same plan."""
     _, size = mesh
-    here = {rank: d for rank, d in enumerate(drafts) if mesh in d.meshes}
+    here = {rank: d for rank, d in enumerate(drafts) if mesh in d.plans}
     if len(here) != size:
         absent = sorted(set(range(len(drafts))) - set(here))
         missing = f"ranks {absent}" if size == len(drafts) else "its other ranks"
@@ -86,9 +85,9 @@ def _check_mesh(mesh: tuple[bytes, int], drafts: Sequence[Draft]) -> None:
             f"ranks {sorted(here)} have parameters on a mesh of {size} ranks, {missing} have none "
             "there: every rank of a mesh must be given the same parameters"
         )
-    if len({d.plan for d in here.values()}) > 1:
+    if len({d.plans[mesh] for d in here.values()}) > 1:
         first = next(iter(here))
-        others = [rank for rank, d in here.items() if d.plan != here[first].plan]
+        others = [rank for rank, d in here.items() if d.plans[mesh] != here[first].plans[mesh]]
         raise ValueError(
             "ranks of one mesh were given different parameters, groups or options: ranks "
             f"{others} differ from rank {first}; parameters per rank: "

@@ -22,13 +22,12 @@ from hyperopt.plan import (
     LayoutPlan,
     ParameterSpec,
     PlanConfig,
-    ReplicaCount,
     Slot,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
 from hyperopt.preflight import Domain
+from hyperopt.replica_count import ReplicaCount, resolve_replica_count
 from hyperopt.rules import UpdateRule
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -59,7 +58,6 @@ class Assembly:
     names: tuple[str, ...]
     executor: Executor
     domains: tuple[Domain, ...]
-    digest: bytes
     owned: Mapping[int, Slot]
 
     @property
@@ -77,6 +75,16 @@ class Assembly:
         spec = self.plan.parameters[index]
         layout = self.plan.layouts[spec.layout].layout
         return layout.shard_boxes(spec.shape)[self.executor.seats[spec.layout].shard]
+
+    def fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these groups are the ones that were planned: the same parameters, in order."""
+        members = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
+        return len(members) == len(self.parameters) and all(
+            p is planned and number == spec.group
+            for (p, number), planned, spec in zip(
+                members, self.parameters, self.plan.parameters, strict=True
+            )
+        )
 
     def placements(self) -> dict[str, ParameterPlacement]:
         """Placement and owner per parameter name."""
@@ -132,10 +140,13 @@ def assemble(
             previous=[(previous or {}).get(p) for p in parameters],
         )
         _check_shards(plan, parameters)
-        digest = _identity(plan, rule, config)
         meshes = {_ranks(layout): None for layout in plan.layouts}
-        keys = tuple(agreement.mesh_key(ranks) for ranks in meshes if ranks)
-        draft = agreement.Draft(digest, len(parameters), keys)
+        drafts = {
+            agreement.mesh_key(ranks): _identity(plan, ranks, rule, config)
+            for ranks in meshes
+            if ranks
+        }
+        draft = agreement.Draft(drafts, len(parameters))
     except Exception as problem:
         error = problem
     agreement.agree_on_drafts(draft, error)
@@ -145,7 +156,8 @@ def assemble(
         for slot in plan.slots
         if slot.owner == executor.seats[plan.parameters[slot.parameter].layout].coordinate
     }
-    return Assembly(parameters, names, executor, _find_domains(plan), digest, owned)
+    domains = _find_domains(plan, rule, config)
+    return Assembly(parameters, names, executor, domains, owned)
 
 
 def _check_arguments(config: PlanConfig, replicate_group: dist.ProcessGroup | None) -> None:
@@ -167,11 +179,12 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tensor, ...], t
     return tuple(p for group in groups for p in group["params"]), names
 
 
-def _identity(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> bytes:
-    """32 bytes that differ where ranks would not issue the same collectives in a step: because of
-    the plan, of the rule (hooks add some, and change what travels), or of the replica guard."""
+def _identity(plan: StepPlan, ranks: comm.Ranks, rule: UpdateRule, config: PlanConfig) -> bytes:
+    """32 bytes that differ where these ranks would not issue the same collectives in a step:
+    because of what they share of the plan, of the rule (hooks add some, and change what travels),
+    or of the replica guard."""
     traits = (type(rule).__name__, rule.sends_parameters, rule.runs_user_code)
-    known = hashlib.blake2b(plan.digest(), digest_size=32)
+    known = hashlib.blake2b(plan.digest(ranks), digest_size=32)
     known.update(repr((traits, config.check_replicas_every)).encode())
     return known.digest()
 
@@ -210,14 +223,52 @@ def _ranks(layout: LayoutPlan) -> comm.Ranks:
     return layout.all_ranks() if layout.layout.mesh is not None else ()
 
 
-def _find_domains(plan: StepPlan) -> tuple[Domain, ...]:
-    """The sets of ranks that must agree, each with its parameters; one control group each."""
+def _find_domains(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> tuple[Domain, ...]:
+    """The sets of ranks that must agree, each with its parameters; one control group each.
+
+    Small ones first: what goes wrong there is told to the larger ones that they are part of.
+    Parameters that share nothing come last: their error is this rank's own, and its peers must have
+    heard of it by then.
+    """
     members: dict[comm.Ranks, list[int]] = {}
     for index, spec in enumerate(plan.parameters):
         members.setdefault(_ranks(plan.layouts[spec.layout]), []).append(index)
+    order = sorted(members, key=lambda ranks: (not ranks, len(ranks), ranks))
     return tuple(
-        Domain(control_group(ranks), tuple(indices)) for ranks, indices in sorted(members.items())
+        Domain(control_group(ranks), tuple(members[ranks]), _identity(plan, ranks, rule, config))
+        for ranks in order
     )
+
+
+def find_again(
+    old: Assembly, groups: Sequence[Mapping[str, Any]], needed: Iterable[int]
+) -> dict[int, int]:
+    """Where planned parameters are in other groups, by index: the same objects, or, where groups
+    have names, others of the same name.
+
+    Raises:
+        ValueError: where one of the `needed` ones is gone, or has another shape.
+    """
+    present = [p for group in groups for p in group["params"]]
+    named = [n if "param_names" in group else None for group in groups for n in group_names(group)]
+    by_identity = {p: i for i, p in enumerate(present)}
+    by_name = {name: i for i, name in enumerate(named) if name is not None}
+    places: dict[int, int] = {}
+    for index, (parameter, name) in enumerate(zip(old.parameters, old.names, strict=True)):
+        place = by_identity.get(parameter, by_name.get(name))
+        if place is not None:
+            places[index] = place
+    gone = [old.names[i] for i in needed if i not in places]
+    if gone:
+        raise ValueError(f"parameters with state are no longer in any group: {gone}")
+    for index in needed:
+        before, after = old.parameters[index].shape, present[places[index]].shape
+        if before != after:
+            raise ValueError(
+                f"{old.names[index]} has state of shape {tuple(before)}, and shape {tuple(after)} "
+                "now"
+            )
+    return places
 
 
 def _check_shards(plan: StepPlan, parameters: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from hyperopt.ownership import (
     StateEntry,
 )
 from hyperopt.preflight import Agreement, PreflightError, evaluate
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.state_dicts import ParsedDict, parse_state_dict, to_flat, to_nested
 from hyperopt.torch_hooks import with_load_hooks, with_own_step_hooks, with_state_dict_hooks
 
@@ -336,10 +337,12 @@ class ChainedOptimizer(torch.optim.Optimizer):
             first_parameter, first_group = stop_parameter, stop_group
         return parts
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan every distributed member again. Collective."""
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan every distributed member again; see `DistributedOptimizer`. Collective."""
         for member in self._distributed().values():
-            member.reset_optimizer_parameters()
+            member.reset_optimizer_parameters(hsdp_replica_count=hsdp_replica_count)
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 

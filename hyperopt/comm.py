@@ -92,11 +92,12 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
 
 
 def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]:
-    """The groups that this rank's parameters' meshes have already, by their ranks."""
+    """The groups that this rank's parameters' meshes have already, by their ranks; none of a single
+    rank, which has nobody to talk to."""
     found: dict[Ranks, dist.ProcessGroup] = {}
     meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
     for mesh in meshes:
-        for dim in range(mesh.ndim):
+        for dim in (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1):
             group = mesh.get_group(dim)
             found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return found

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hyperopt import comm, guard, seam
-from hyperopt.assembly import Assembly, assemble, group_names
+from hyperopt.assembly import Assembly, assemble, find_again, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
@@ -36,7 +35,7 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.plan import PlanConfig
 from hyperopt.preflight import (
     Agreement,
     Domain,
@@ -49,6 +48,7 @@ from hyperopt.preflight import (
     evaluate,
     find_problem,
 )
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
@@ -90,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         defaults: hyperparameters of groups that do not set them.
         rule: what happens to tensors.
         hsdp_replica_count: replicas that share one copy of the state; see
-            `hyperopt.plan.resolve_replica_count`.
+            `hyperopt.replica_count.resolve_replica_count`.
         replicate_group: the group over which plain tensors are replicated (DDP).
         plan: limits of the plan.
 
@@ -122,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().__init__(params, defaults)
         except Exception as problem:
             error = problem  # raised below, once the other ranks know
-        self._assembly = self._assemble(error=error)
+        self._assembly = self._assemble(hsdp_replica_count, error=error)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
@@ -132,6 +132,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def validate_group(self, group: Mapping[str, Any], names: Sequence[str]) -> None:
         """Raise ValueError for options or parameters of a group that cannot work. `names` are the
         parameters' names, for the message."""
+
+    def adapt_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The hyperparameters of a loaded state dict in this optimizer's terms, where they may come
+        from another one. `group` is the group that takes them. Raises ValueError where it cannot.
+        """
+        return saved
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. After construction, call `reset_optimizer_parameters()` on every rank."""
@@ -154,37 +160,49 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} is sparse; only dense parameters are supported")
         self.validate_group(group, names)
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan again after a change of groups. Collective. Momentum is kept: state moves to its new
-        owner.
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan again after a change of groups, or for another replica count. Collective. Momentum
+        is kept: state moves to its new owner, and owners stay where that is as balanced.
+
+        Args:
+            hsdp_replica_count: replicas that share one copy of the state from now on, as at
+                construction.
 
         Raises:
             ValueError: before anything changes, when a parameter that has state is gone from the
-                groups, or when the new groups cannot be planned.
+                groups, or when the groups or the replica count cannot work.
         """
-        old = self._assembly
-        positions = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
-        error = ValueError(f"parameters with state are no longer in any group: {gone}")
-        owners = dict(zip(old.parameters, old.plan.owners(), strict=True))
-        new = self._assemble(owners, error if gone else None)
-        states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
-        entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
-        self._assembly, self._columns = new, None
+        old, places, error = self._assembly, dict[int, int](), None
+        try:
+            for group in self.param_groups:
+                self._check_group(group)
+            places = find_again(old, self.param_groups, self._store.entries)
+        except ValueError as problem:
+            error = problem  # raised by `_assemble`, once the other ranks know
+        keep = hsdp_replica_count == "keep"
+        count = self._replica_count if hsdp_replica_count == "keep" else hsdp_replica_count
+        present = [p for group in self.param_groups for p in group["params"]]
+        owners = {present[at]: old.plan.owners()[i] for i, at in places.items()} if keep else None
+        new = self._assemble(count, owners, error)
+        states = seam.moved_states(old, new, places, self._store)
+        entries = {places[i]: entry for i, entry in self._store.entries.items()}
+        self._assembly, self._replica_count, self._columns = new, count, None
         self._store.clear()
         self._store.entries.update(entries)
-        for index, state in states.items():
-            place = positions[old.parameters[index]]
-            if place in new.owned:
-                self._store.owned[place] = seam.own_part(new, place, state)
+        self._store.owned.update(states)
 
     def _assemble(
-        self, previous: Mapping[Tensor, int] | None = None, error: Exception | None = None
+        self,
+        replica_count: ReplicaCount,
+        previous: Mapping[Tensor, int] | None = None,
+        error: Exception | None = None,
     ) -> Assembly:
         assembly = assemble(
             [] if error else self.param_groups,
             self._rule,
-            self._replica_count,
+            replica_count,
             self._replicate_group,
             self._plan_config,
             previous,
@@ -197,14 +215,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
         return assembly
 
-    def _is_planned(self) -> bool:
-        """Whether the groups hold the parameters that were planned, in that order."""
-        present = [p for group in self.param_groups for p in group["params"]]
-        planned = self._assembly.parameters
-        return len(present) == len(planned) and all(map(operator.is_, present, planned))
-
     def _ready(self) -> Assembly:
-        if not self._is_planned():
+        if not self._assembly.fits(self.param_groups):
             raise RuntimeError(_GROUPS_CHANGED)
         return self._assembly
 
@@ -301,7 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         problem = (
             problem or self._find_problem(options) or find_problem(ready.parameters, ready.names)
         )
-        stance = Stance(ready.digest, options, problem, self._send_parameters)
+        stance = Stance(options, problem=problem, send_parameters=self._send_parameters)
         return agree_on_step(ready.parameters, ready.names, ready.domains, stance)
 
     @property
@@ -312,7 +324,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _find_problem(self, options: list[list[tuple[str, Any]]]) -> str | None:
         """What is wrong with the groups, in words. Options are checked again when they changed: a
         scheduler may have set them."""
-        if not self._is_planned():
+        if not self._assembly.fits(self.param_groups):
             return _GROUPS_CHANGED
         if options != self._checked_options:
             try:
@@ -443,7 +455,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         merged = []
         for number, (group, saved) in enumerate(zip(self.param_groups, parsed.groups, strict=True)):
             check_step(str(number), saved.get(STEP))
-            merged.append(merge_group(group, saved))
+            merged.append(merge_group(group, self.adapt_group(saved, group)))
             self.validate_group(merged[-1], group_names(group))
         return parsed, merged
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -32,6 +31,7 @@ from hyperopt.comm import Pending, Seat, exchange, publish
 from hyperopt.ownership import Box
 from hyperopt.plan import Slot, StepPlan, Unit
 from hyperopt.rules import Batch, Hyperparameters, UpdateRule
+from hyperopt.state import local_intervals, local_shape
 
 IN_PLACE_BYTES = 1 << 18
 """Parameters of at least this size travel unpacked: two copies cost more than one call."""
@@ -413,19 +413,26 @@ class _UnitRun:
         layout = self.plan.layouts[self.unit.layout].layout
         boxes = [layout.shard_boxes(self.plan.parameters[s.parameter].shape) for s in slots]
         shards = range(len(slots[0].elements)) if slots else range(0)
-        order = [
-            (matrix, box)
+        held = [
+            (matrix, parts[shard])
             for shard in shards
             for matrix, parts in zip(matrices, boxes, strict=True)
-            for box in parts[shard]
         ]
-        inside = [_narrow(matrix, box) for matrix, box in order]
-        stops = list(accumulate(box.elements for _, box in order))
+        inside = [_narrow(matrix, box) for matrix, part in held for box in part]
+        locals_ = torch.split(buffer, [sum(box.elements for box in part) for _, part in held])
         packed = [
-            buffer[stop - box.elements : stop].view(box.sizes)
-            for stop, (_, box) in zip(stops, order, strict=True)
+            view
+            for (_, part), local in zip(held, locals_, strict=True)
+            for view in _local_views(local, part)
         ]
         return inside, packed
+
+
+def _local_views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+    """The boxes of a shard, as views of its flat local tensor."""
+    if len(boxes) == 1:
+        return [local.view(boxes[0].sizes)]
+    return [local.view(local_shape(boxes))[where] for where in local_intervals(boxes)]
 
 
 def _narrow(tensor: Tensor, box: Box) -> Tensor:

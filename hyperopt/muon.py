@@ -20,8 +20,10 @@ from hyperopt.hooks import (
 )
 from hyperopt.hyperparameters import check_bool, check_choice, check_number
 from hyperopt.newton_schulz import ALGORITHMS, DTYPES, resolve_coefficients
-from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.plan import PlanConfig
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import MuonRule, momentum_pair
+from hyperopt.torch_muon import from_torch_muon, is_torch_muon
 
 ZERO_RMS_SCALE_MODES = ("zero", "use_lr")
 
@@ -115,10 +117,12 @@ class Muon(DistributedOptimizer):
         self._hooks = MuonHooks(
             zeropower_fn, momentum_update_fn, reshape_fn, ns_transform_fn, post_update_fn
         )
+        # Another type is refused where all ranks hear of it, by `assemble`.
+        compiled = isinstance(plan, PlanConfig) and plan.compile
         super().__init__(
             params,
             defaults,
-            MuonRule(self._hooks, CompiledMath() if plan is not None and plan.compile else None),
+            MuonRule(self._hooks, CompiledMath() if compiled else None),
             hsdp_replica_count=hsdp_replica_count,
             replicate_group=replicate_group,
             plan=plan,
@@ -146,6 +150,17 @@ class Muon(DistributedOptimizer):
             raise ValueError(
                 f"Muon takes parameters of two dims or more; give these to AdamW: {flat[:20]}"
             )
+
+    def adapt_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take hyperparameters of torch.optim.Muon, whose buffers are running averages."""
+        if not is_torch_muon(saved):
+            return saved
+        if self._hooks.momentum_update is None:
+            raise ValueError(
+                "a state dict of torch.optim.Muon holds running averages of gradients, not sums: "
+                "build Muon with momentum_update_fn=hyperopt.recipes.running_average_momentum"
+            )
+        return from_torch_muon(saved, [tuple(p.shape) for p in group["params"]])
 
 
 def _check_momentum(momentum: Any) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 from torch import Tensor
@@ -25,7 +24,6 @@ from hyperopt.sharing import (
     share_owners,
 )
 
-ReplicaCount = int | Literal["auto"] | None
 Gather = Literal["all_to_all", "all_gather"]
 
 SMALLEST_UNIT_BYTES = 4 * 2**20
@@ -139,6 +137,10 @@ class LayoutPlan:
         """All global ranks, ascending."""
         return tuple(sorted(rank for row in self.ranks for rank in row))
 
+    def has(self, ranks: Iterable[int]) -> bool:
+        """Whether all these ranks are part of the layout; of what is on no mesh, any rank is."""
+        return self.layout.mesh is None or set(ranks) <= {r for row in self.ranks for r in row}
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -186,26 +188,24 @@ class StepPlan:
     gather: Gather
     compile: bool = False
 
-    def digest(self) -> bytes:
-        """32 bytes that differ when any part of the plan does."""
-        return hashlib.blake2b(repr(self._compact()).encode(), digest_size=32).digest()
+    def digest(self, ranks: Sequence[int] = ()) -> bytes:
+        """32 bytes that differ when any part of the plan does that these ranks share.
 
-    def _compact(self) -> tuple[object, ...]:
-        """The plan with each slot, and each row of elements per shard, written once. On thousands
-        of shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
-        rows: dict[tuple[int, ...], int] = {}
-        slots: dict[tuple[Slot, int], int] = {}
+        That is what lies on meshes with all of them. Of other meshes, such as the data-parallel
+        ones inside a mesh with tensor parallelism, each rank knows its own only.
+        """
+        shared = [layout.has(ranks) for layout in self.layouts]
+        plan = self if all(shared) else self._part(shared)
+        return hashlib.blake2b(repr(_compact(plan)).encode(), digest_size=32).digest()
 
-        def number(slot: Slot) -> int:
-            row = rows.setdefault(slot.elements, len(rows))
-            return slots.setdefault((replace(slot, elements=()), row), len(slots))
-
-        order = [number(slot) for slot in self.slots]
-        units = [
-            (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
-            for unit in self.units
-        ]
-        return replace(self, slots=(), units=()), list(rows), list(slots), order, units
+    def _part(self, chosen: Sequence[bool]) -> StepPlan:
+        """The plan of some of the layouts."""
+        return replace(
+            self,
+            layouts=tuple(x for x, ours in zip(self.layouts, chosen, strict=True) if ours),
+            slots=tuple(s for s in self.slots if chosen[self.parameters[s.parameter].layout]),
+            units=tuple(unit for unit in self.units if chosen[unit.layout]),
+        )
 
     def owned_slots(self) -> list[tuple[OwnedSlot, ...]]:
         """Owners and costs of every parameter, in their order; with row ranges where divided."""
@@ -251,6 +251,24 @@ class StepPlan:
             f"{len(self.parameters)} parameters on up to {shards} shards, in {len(self.units)} "
             f"units; state shared: {shared}"
         )
+
+
+def _compact(plan: StepPlan) -> tuple[object, ...]:
+    """A plan with each slot, and each row of elements per shard, written once. On thousands of
+    shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
+    rows: dict[tuple[int, ...], int] = {}
+    slots: dict[tuple[Slot, int], int] = {}
+
+    def number(slot: Slot) -> int:
+        row = rows.setdefault(slot.elements, len(rows))
+        return slots.setdefault((replace(slot, elements=()), row), len(slots))
+
+    order = [number(slot) for slot in plan.slots]
+    units = [
+        (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
+        for unit in plan.units
+    ]
+    return replace(plan, slots=(), units=()), list(rows), list(slots), order, units
 
 
 def build_plan(
@@ -352,29 +370,47 @@ def _assign(
     """Owner and compute shard of every job.
 
     Layouts with the same ranks and replica count are balanced together. Others (experts on a mesh
-    of their own) one after the other, coarse ones first, each on top of what its ranks have to do
-    already.
+    of their own) one after the other, large meshes and coarse ones first, each on top of what its
+    ranks have to do already on meshes that all of them are part of: of others only some know.
     """
     classes: dict[tuple[tuple[tuple[int, ...], ...], int], list[int]] = {}
     for i, job in enumerate(jobs):
         layout = layouts[job.spec.layout]
         classes.setdefault((layout.ranks, layout.replica_count), []).append(i)
     out: list[tuple[int, int | None]] = [(0, None)] * len(jobs)
-    work: dict[int, float] = {}
-    for members in sorted(classes.values(), key=lambda part: _coarseness(part, jobs)):
+    works: list[tuple[LayoutPlan, dict[int, float]]] = []
+    for members in sorted(classes.values(), key=lambda part: _coarseness(part, jobs, layouts)):
         layout = layouts[jobs[members[0]].spec.layout]
         mine = [jobs[i] for i in members]
+        work = _known_work(works, layout)
         assigned = _assign_class(mine, layout, [previous[i] for i in members], work)
         for i, result in zip(members, assigned, strict=True):
             out[i] = result
         if len(classes) > 1 and layout.layout.mesh is not None:
-            _add_work(work, mine, assigned, layout)
+            works.append((layout, _work_of(mine, assigned, layout)))
     return out
 
 
-def _coarseness(members: Sequence[int], jobs: Sequence[_Job]) -> tuple[bool, float]:
-    """Jobs that stay where they are first, then those with the largest job."""
-    return any(jobs[i].gathered for i in members), -max(jobs[i].spec.cost for i in members)
+def _coarseness(
+    members: Sequence[int], jobs: Sequence[_Job], layouts: Sequence[LayoutPlan]
+) -> tuple[int, bool, float]:
+    """The largest meshes first, then jobs that stay where they are, then those with the largest
+    job."""
+    layout = layouts[jobs[members[0]].spec.layout]
+    gathered = any(jobs[i].gathered for i in members)
+    return -layout.replicas * layout.shards, gathered, -max(jobs[i].spec.cost for i in members)
+
+
+def _known_work(
+    works: Sequence[tuple[LayoutPlan, Mapping[int, float]]], layout: LayoutPlan
+) -> dict[int, float]:
+    """What ranks of a layout have to do already, as far as all of them know."""
+    known: dict[int, float] = {}
+    for other, work in works:
+        if other.has(layout.all_ranks()):
+            for rank in layout.all_ranks():
+                known[rank] = known.get(rank, 0.0) + work.get(rank, 0.0)
+    return known
 
 
 def _assign_class(
@@ -412,14 +448,11 @@ def _mean_work(layout: LayoutPlan, owner: int, shard: int, work: Mapping[int, fl
     return sum(work.get(rank, 0.0) for rank in ranks) / len(ranks)
 
 
-def _add_work(
-    work: dict[int, float],
-    jobs: Sequence[_Job],
-    assigned: Sequence[tuple[int, int | None]],
-    layout: LayoutPlan,
-) -> None:
-    """Add what an assignment gives each rank: the compute shard the whole cost, or every shard its
-    part of it, and every owner its part of a divided job."""
+def _work_of(
+    jobs: Sequence[_Job], assigned: Sequence[tuple[int, int | None]], layout: LayoutPlan
+) -> dict[int, float]:
+    """What an assignment gives each rank: the compute shard the whole cost, or every shard its part
+    of it, and every owner its part of a divided job."""
     loads = [[0.0] * layout.shards for _ in range(layout.replica_count)]
     for job, (owner, compute) in zip(jobs, assigned, strict=True):
         owners = range(layout.replica_count) if owner == EVERY_OWNER else (owner,)
@@ -430,9 +463,11 @@ def _add_work(
                 continue
             unit = cost / max(sum(job.elements), 1)
             loads[each] = [a + unit * n for a, n in zip(loads[each], job.elements, strict=True)]
-    for replica, ranks in enumerate(layout.ranks):
-        for rank, load in zip(ranks, loads[replica % layout.replica_count], strict=True):
-            work[rank] = work.get(rank, 0.0) + load
+    return {
+        rank: load
+        for replica, ranks in enumerate(layout.ranks)
+        for rank, load in zip(ranks, loads[replica % layout.replica_count], strict=True)
+    }
 
 
 # -------------------------------------------------------------------------------------------- units
@@ -493,42 +528,3 @@ def _round(
         if index < len(cuts[worker]):
             owned[worker[0]] += cuts[worker][index]
     return tuple(map(tuple, owned))
-
-
-def resolve_replica_count(
-    requested: ReplicaCount,
-    ranks: Sequence[Sequence[int]],
-    hosts: Sequence[str] | None,
-) -> int:
-    """The size of the replica sub-groups of a layout.
-
-    `ranks[replica][shard]` are global ranks and `hosts[rank]` says where each runs. An integer is
-    honoured or refused: it must divide the number of replicas; a replica group no larger than it is
-    used whole. `"auto"` and None keep traffic inside a node where a node holds several consecutive
-    replicas (nodes of unequal count: their greatest common divisor), and otherwise use the whole
-    group. Raises ValueError.
-    """
-    replicas = len(ranks)
-    if requested is None or requested == "auto":
-        return _replicas_per_node(ranks, hosts) if hosts else replicas
-    if isinstance(requested, bool) or not isinstance(requested, int) or requested < 1:
-        raise ValueError(
-            f"hsdp_replica_count must be 'auto', None or a positive integer, got {requested!r}"
-        )
-    if requested >= replicas:
-        return replicas
-    if replicas % requested:
-        possible = [n for n in range(1, replicas + 1) if replicas % n == 0]
-        raise ValueError(
-            f"hsdp_replica_count={requested} does not divide the {replicas} replicas; "
-            f"possible: {possible}"
-        )
-    return requested
-
-
-def _replicas_per_node(ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
-    common = 0
-    for column in zip(*ranks, strict=True):
-        for _, run in groupby(column, key=lambda rank: hosts[rank]):
-            common = math.gcd(common, len(list(run)))
-    return common if common > 1 else len(ranks)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,14 +41,14 @@ class StepError(RuntimeError):
 class Stance:
     """What a rank brings to a step besides gradients.
 
-    `plan` is the digest of its plan, `options` the hyperparameters of each group that can be
-    compared (see `hyperparameters.plain_values`), and `problem` says in words what keeps the rank
-    from stepping, or is None. `send_parameters`:
-    whether replicas shall receive whole parameters in this step, whatever the rule sends otherwise.
+    `options` are the hyperparameters of each group that can be compared (see
+    `hyperparameters.plain_values`), and `problem` says in words what keeps the rank from stepping,
+    or is None. `send_parameters`: whether replicas shall receive whole parameters in this step,
+    whatever the rule sends otherwise. `plan` is the digest of what a domain shares of the plan.
     """
 
-    plan: bytes
     options: Sequence[Sequence[tuple[str, Any]]]
+    plan: bytes = b""
     problem: str | None = None
     send_parameters: bool = False
 
@@ -197,11 +197,12 @@ def _differences(
 class Domain:
     """Ranks that step together: the control group of one mesh, and the parameters that live there.
 
-    `group` is None where the parameters share nothing.
+    `group` is None where the parameters share nothing. `digest` is of what they share of the plan.
     """
 
     group: ControlGroup | None
     members: tuple[int, ...]
+    digest: bytes
 
     @property
     def ranks(self) -> list[int]:
@@ -227,19 +228,28 @@ def agree_on_step(
 ) -> Agreement:
     """Which parameters step, by index and the same on every rank. Collective.
 
+    Small domains agree first, and tell what is wrong to the larger ones that they are part of.
+
     Raises PreflightError on every rank of a domain where they disagree or one of them cannot step.
     """
     active = [False] * len(parameters)
     sent: set[int] = set()
-    # Parameters that share nothing come last: their error is this rank's own, and its peers must
-    # have heard of it by then.
-    for domain in sorted(domains, key=lambda d: d.group is None):
+    first: PreflightError | None = None
+    problem = stance.problem
+    for domain in domains:
         answers = [presence(parameters[i]) for i in domain.members]
         members = [names[i] for i in domain.members]
-        agreed, sends = agree_on_presence(answers, members, stance, domain.group)
+        here = replace(stance, plan=domain.digest, problem=problem)
+        try:
+            agreed, sends = agree_on_presence(answers, members, here, domain.group)
+        except PreflightError as error:
+            first, problem = first or error, problem or str(error)
+            continue
         for i, steps in zip(domain.members, agreed, strict=True):
             active[i] = steps
         sent.update(domain.members if sends else ())
+    if first is not None:
+        raise first
     return Agreement(tuple(active), frozenset(sent))
 
 

@@ -102,6 +102,12 @@ def _absent(parameter: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------- seam
 
 
+def local_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The shape of the local tensor of a shard that holds these boxes, at least one."""
+    intervals = zip(*(zip(b.offsets, b.sizes, strict=True) for b in boxes), strict=True)
+    return tuple(sum(size for _, size in set(along)) for along in intervals)
+
+
 def local_intervals(boxes: Sequence[Box]) -> Iterator[tuple[slice, ...]]:
     """Where each box of a shard lies inside its local tensor.
 

@@ -27,11 +27,11 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("sharing",),
+        ("sharing", "replica_count"),
         ("symmetric",),
         ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
         ("compiled",),
-        ("rules", "plan", "control"),
+        ("rules", "plan", "control", "torch_muon"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading", "agreement"),

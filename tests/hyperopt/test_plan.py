@@ -16,8 +16,8 @@ from hyperopt.plan import (
     PlanConfig,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
+from hyperopt.replica_count import resolve_replica_count
 
 
 def hsdp(replicas: int, shards: int, replica_count: int | None = None) -> LayoutPlan:
