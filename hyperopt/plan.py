@@ -495,7 +495,8 @@ def _units(
         workers.setdefault((slot.owner, slot.compute), []).append(slot)
     cap = config.unit_bytes * layout.replica_count
     total = sum(map(wire_bytes, slots))
-    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count)
+    travels = layout.replica_count > 1 or any(slot.compute is not None for slot in slots)
+    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count) if travels else 1
     rounds = max(1, math.ceil(total / cap), min(config.units, worthwhile))
     cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
     count = max((len(parts) for parts in cuts.values()), default=0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hyperopt.layout import Layout, matrix_shape
 from hyperopt.ownership import MeshSpec, Placement, loads, newton_schulz_cost
 from hyperopt.plan import (
+    SMALLEST_UNIT_BYTES,
     LayoutPlan,
     ParameterSpec,
     PlanConfig,
@@ -96,6 +97,22 @@ def test_units_are_bounded_and_large_slots_come_first() -> None:
     assert len(plan.units) > 1
     assert all(sum(unit) <= 2 * cap + max(map(max, sizes)) * 4 for unit in sizes)
     assert max(sizes[0]) >= max(sizes[-1])
+
+
+def test_units_are_cut_for_overlap_where_anything_travels() -> None:
+    parameters = [spec(f"p{i}", (1024, 1024)) for i in range(32)]  # 2 MiB each on the wire
+
+    def units(layout: LayoutPlan, **options: int) -> int:
+        return len(
+            build_plan(parameters, [layout], PlanConfig(**options), whole_matrices=True).units
+        )
+
+    assert units(hsdp(2, 2)) == 4
+    assert units(hsdp(2, 2), units=2) == 2
+    assert units(hsdp(2, 2), units=1) == 1
+    assert units(hsdp(4, 2)) == 4
+    assert units(hsdp(2, 1, 1)) == 1
+    assert units(hsdp(2, 2), units=100) <= 64 // (SMALLEST_UNIT_BYTES // 2**20) // 2
 
 
 def test_owner_maps_are_per_replica_count() -> None:
