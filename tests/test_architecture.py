@@ -28,7 +28,7 @@ LAYERS = {
     "hyperopt": (
         ("ownership",),
         ("sharing",),
-        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks"),
+        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
         ("rules", "plan", "control"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
@@ -36,7 +36,7 @@ LAYERS = {
         ("assembly",),
         ("seam",),
         ("distributed",),
-        ("muon", "adamw", "chained", "recipes"),
+        ("muon", "adamw", "chained_views", "chained", "recipes"),
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
