@@ -18,8 +18,9 @@ class HostBuffer:
     """One buffer for all chunks of a rank, and a view of it for each.
 
     The first save allocates it; a later one of the same chunks allocates nothing, and one that
-    needs more space replaces it. It is pinned where tensors are on a device of its own memory, since
-    only then a copy from there runs at full speed. The next `stage` overwrites what was staged.
+    needs more space replaces it. It is pinned where tensors are on a device with memory of its own,
+    since only then a copy from there runs at full speed. The next `stage` overwrites what was
+    staged.
     """
 
     def __init__(self) -> None:
