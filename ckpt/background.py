@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal
@@ -18,7 +17,6 @@ from ckpt.commit import Destination
 from ckpt.coordinator import (
     TIMEOUT,
     Coordinator,
-    Failure,
     coordinating,
     everywhere,
     open_coordinator,
@@ -74,18 +72,10 @@ class SaveHandle:
         return None if self._raised else self.error
 
 
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    """Where the last save stands on one rank."""
-
-    done: bool
-    failure: Failure | None
-
-
 class BackgroundSaves:
     """The saves in flight of one owner: at most one, in the order in which they were started.
 
-    `start`, `settle` and `open` are called at the same points by all ranks.
+    `open`, `start` and `settle` are called at the same points by all ranks.
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
@@ -111,31 +101,30 @@ class BackgroundSaves:
         self._last = SaveHandle(url, step, future)
         return self._last
 
-    def settle(self, coordinator: Coordinator, in_flight: InFlight = "wait") -> None:
-        """Return when no save is in flight, and raise what made the last one fail, on every rank,
-        if it was raised on not all of them yet. One collective after each save, none else.
+    def join(self) -> None:
+        """Wait for the save in flight, without raising. Not a collective."""
+        if self._last is not None:
+            self._last.join()
 
-        With `refuse`, raises TryAgainError on every rank if it is still in flight on any.
-        """
+    def check(self) -> None:
+        """Raises TryAgainError if a save is in flight, and once what made the last one fail, unless
+        `wait` has raised it. Not a collective: all ranks must hear of it."""
         last = self._last
         if last is None:
             return
-        if in_flight == "wait":
-            last.join()
-        done, unraised = last.done(), last.unraised
-        failure = Failure.of(unraised) if isinstance(unraised, Exception) else None
-        try:
-            standings = coordinator.all_gather_object(_Standing(done, failure))
-        except TryAgainError as error:
-            raise (unraised or error) from error
-        if not all(standing.done for standing in standings):
+        if not last.done():
             raise TryAgainError(f"{last.url} is still being saved, and in_flight='refuse' is set")
         self._last = None
-        if unraised is not None:
-            raise unraised
-        for rank, standing in enumerate(standings):
-            if standing.failure is not None:
-                raise standing.failure.error_class()(f"rank {rank}: {standing.failure.message}")
+        if last.unraised is not None:
+            raise last.unraised
+
+    def settle(self, coordinator: Coordinator) -> None:
+        """Wait for the save in flight, and raise what made the last one fail, on every rank, if it
+        was raised on not all of them yet. One collective after each save, none else."""
+        if self._last is None:
+            return
+        self._last.join()
+        everywhere(coordinator, "go on", self.check)
 
     def release(self) -> None:
         """Start nothing any more: the thread ends after the save in flight."""
@@ -188,7 +177,9 @@ def async_save(
     with coordinating(None) as ranks:
         storage = everywhere(ranks, f"open {root}", lambda: open_storage(root))
         destination = Destination(storage, name, step)
-        options = CaptureOptions(require_finite, destination, HostBuffer().stage)
+        options = CaptureOptions(
+            require_finite=require_finite, destination=destination, stage=HostBuffer().stage
+        )
         captured = capture_state(state, ranks, PlanCache(), options)
         saves.open()
     progress = WriteProgress(on_progress)

@@ -39,7 +39,7 @@ class Saver:
         if in_flight not in IN_FLIGHT:
             raise UsageError(f"in_flight={in_flight!r}: must be one of {', '.join(IN_FLIGHT)}")
         self._coordinator = coordinator
-        self._options = CaptureOptions(require_finite)
+        self._options = CaptureOptions(require_finite=require_finite)
         self._in_flight: InFlight = in_flight
         self._after = after
         self._plans = PlanCache()
@@ -56,8 +56,8 @@ class Saver:
         on_progress: OnProgress | None = None,
     ) -> SaveReport:
         """Save, and return when it is committed. A collective."""
-        self.settle()
-        options = replace(self._options, destination=destination)
+        self._background.join()
+        options = replace(self._options, destination=destination, first=self._background.check)
         captured = capture_state(state, self._coordinator, self._plans, options)
         self._begin(on_progress)
         return self._write(captured, destination, self._coordinator)
@@ -69,9 +69,15 @@ class Saver:
         on_progress: OnProgress | None = None,
     ) -> SaveHandle:
         """Save in the background, and return when all data has been copied. A collective."""
-        self._background.settle(self._coordinator, self._in_flight)
         self._background.open()
-        options = replace(self._options, destination=destination, stage=self._buffer.stage)
+        if self._in_flight == "wait":
+            self._background.join()
+        options = replace(
+            self._options,
+            first=self._background.check,
+            destination=destination,
+            stage=self._buffer.stage,
+        )
         captured = capture_state(state, self._coordinator, self._plans, options)
         self._begin(on_progress)
         return self._background.start(

@@ -97,7 +97,7 @@ def save(
     with coordinating(coordinator) as ranks:
         storage = everywhere(ranks, f"open {root}", lambda: open_storage(root))
         destination = Destination(storage, name, step)
-        options = CaptureOptions(require_finite, destination)
+        options = CaptureOptions(require_finite=require_finite, destination=destination)
         captured = capture_state(state, ranks, PlanCache(), options)
         return write_state(captured, destination, ranks, WriteProgress(on_progress))
 

@@ -101,12 +101,14 @@ Stage = Callable[[tuple[PlannedWrite, ...]], tuple[PlannedWrite, ...]]
 """Puts something in place of live tensors: the same chunks, with copies of their data."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureOptions:
-    """`require_finite`: refuse infinities and NaN. `destination`: where the state will go, so that
-    rank 0 can see whether it is free and has room. `stage`: what happens to the planned writes."""
+    """`require_finite`: refuse infinities and NaN. `first` is called before anything else; what it
+    raises on any rank is raised on all. `destination`: where the state will go, so that rank 0 can
+    see whether it is free and has room. `stage`: what happens to the planned writes."""
 
     require_finite: bool = False
+    first: Callable[[], None] = lambda: None
     destination: Destination | None = None
     stage: Stage = lambda writes: writes
 
@@ -145,6 +147,7 @@ def capture_state(
     taken: list[_Taken] = []
 
     def take() -> _Claim:
+        options.first()
         if options.destination is not None and coordinator.rank == LEADER:
             options.destination.check()
         taken.append(_take(state, cache, coordinator.world_size))

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, sizes: tuple[i
 
 def test_without_a_process_group(tmp_path: Path) -> None:
     save_and_spoil(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("store", ["directory", "object store"])
+def test_retention_follows_each_save(tmp_path: Path, store: str) -> None:
+    root = str(tmp_path) if store == "directory" else f"memory://{uuid.uuid4().hex}/run"
+    with CheckpointManager(root, keep_last=1) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, model=model_of(step))
+        model = model_of(0)
+        assert manager.load(model=model) == 3
+        assert value_of(model) == 3
+        assert [entry.step for entry in scan(manager.storage)] == [3]
 
 
 def train_meanwhile(root: str) -> list[float]:

@@ -78,8 +78,9 @@ def count(root: str) -> dict[str, list[str]]:
     for name in ("first", "unchanged"):
         saver.save(Destination(storage, name), state)
         counted[name] = ranks.take()
-    saver.async_save(Destination(storage, "async"), state)
-    counted["async"] = ranks.take()
+    for name in ("async", "async again"):
+        saver.async_save(Destination(storage, name), state)
+        counted[name] = ranks.take()
     saver.settle()
     counted["settle"] = ranks.take()
     saver.settle()
@@ -107,6 +108,7 @@ def test_round_trips_and_plans(tmp_path: Path) -> None:
         "first": blocking,
         "unchanged": blocking,
         "async": ["all_gather", "all_gather"],
+        "async again": ["all_gather", "all_gather"],
         "settle": ["all_gather"],
         "settled": [],
         "differing": ["all_gather", *blocking],
