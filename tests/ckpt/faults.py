@@ -134,6 +134,9 @@ class FaultyStorage:
         self._fault.check("sync_directory", self._full(name))
         self._inner.sync_directory(name)
 
+    def free_bytes(self) -> int | None:
+        return self._inner.free_bytes()
+
 
 def operations(root: Storage, action: Callable[[Storage], object]) -> list[str]:
     """Do the action once without faults, and list its operations."""
