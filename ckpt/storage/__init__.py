@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from ckpt.errors import UsageError
 from ckpt.storage.local import LocalStorage
@@ -14,9 +15,12 @@ from ckpt.storage.protocol import Storage, StoredFile, Writer
 __all__ = ["Storage", "StoredFile", "Writer", "open_storage"]
 
 
-def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
+def open_storage(path_or_url: str | os.PathLike[str], **options: Any) -> Storage:
     """The storage at a local path, a `file://` URL, or a URL that fsspec knows (`s3://bucket/run`,
-    `gs://`, `memory://`). The root need not exist. UsageError for a URL that cannot be served."""
+    `gs://`, `memory://`). The root need not exist. UsageError for a URL that cannot be served.
+
+    `options` go to the file system of fsspec, such as `endpoint_url` of `s3://`; a directory has
+    none."""
     text = os.fspath(path_or_url)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
@@ -25,5 +29,7 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
     if "://" in text:
         from ckpt.storage.remote import open_url  # fsspec loads only where it is needed
 
-        return open_url(text)
+        return open_url(text, options)
+    if options:
+        raise UsageError(f"{text}: a directory has no options ({', '.join(sorted(options))})")
     return LocalStorage(text)
