@@ -16,6 +16,9 @@ from ckpt.storage.protocol import Writer
 CONNECTIONS = 8
 """Requests of one call that run at the same time."""
 
+PART_BYTES = 16 << 20
+"""Larger objects are uploaded in parts of this size."""
+
 WRITER_KEY = "ckpt-writer"
 """Objects carry a random text under this key of their metadata. A put that found an object there
 asks for it: the first answer may have got lost, and the client's repetition met its own object."""
@@ -51,9 +54,7 @@ class ObjectClient(Protocol):
 
 
 class FsspecClient:
-    """Any fsspec file system. Uploads are exclusive where `open(path, "xb")` is."""
-
-    exclusive_uploads = False
+    """Any fsspec file system."""
 
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
@@ -71,9 +72,8 @@ class FsspecClient:
             raise
 
     def upload(self, path: str) -> Upload:
-        """A file of fsspec."""
-        mode = "xb" if self.exclusive_uploads else "wb"
-        return FsspecUpload(self._filesystem.open(path, mode), path)
+        """A file of fsspec. Its end replaces an object that another writer made meanwhile."""
+        return FsspecUpload(self._filesystem.open(path, "wb"), path)
 
     def get(self, path: str, offset: int, length: int | None) -> bytes:
         """A GET with a range; without one for a whole object, as empty ones have no range."""
@@ -106,8 +106,6 @@ class MemoryClient(FsspecClient):
 class GoogleClient(FsspecClient):
     """GCS: `ifGenerationMatch=0` for every object."""
 
-    exclusive_uploads = True
-
     def put_new(self, path: str, data: bytes) -> None:
         """A conditional upload in one request. FileExistsError only if the object is another's."""
         token = uuid.uuid4().hex
@@ -118,10 +116,25 @@ class GoogleClient(FsspecClient):
                 raise
 
     def upload(self, path: str) -> Upload:
-        """A resumable upload."""
+        """One request for a small object, else a resumable upload."""
+        return _GoogleUpload(self, path)
+
+    def resumable(self, path: str) -> Upload:
+        """An upload in parts, which GCS takes one after the other."""
         token = uuid.uuid4().hex
-        file = self._filesystem.open(path, "xb", metadata={WRITER_KEY: token})
+        file = self._filesystem.open(
+            path, "xb", block_size=PART_BYTES, metadata={WRITER_KEY: token}
+        )
         return FsspecUpload(file, path, lambda: self._writer_of(path) == token)
+
+    def get(self, path: str, offset: int, length: int | None) -> bytes:
+        """As elsewhere. A range that begins behind the end (HTTP status 416) gives nothing."""
+        try:
+            return super().get(path, offset, length)
+        except Exception as error:
+            if str(getattr(error, "code", "")) == "416":
+                return b""
+            raise
 
     def _writer_of(self, path: str) -> str | None:
         self._filesystem.invalidate_cache(path)
@@ -173,6 +186,35 @@ class _BufferedUpload:
 
     def abort(self) -> None:
         self._buffer.close()
+
+
+class _GoogleUpload:
+    """Kept here until it is larger than one part."""
+
+    def __init__(self, client: GoogleClient, path: str) -> None:
+        self._client = client
+        self._path = path
+        self._head = bytearray()
+        self._rest: Upload | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._rest is None and len(self._head) + memoryview(data).nbytes > PART_BYTES:
+            self._rest = self._client.resumable(self._path)
+            self._rest.write(self._head)
+        if self._rest is None:
+            self._head += data
+        else:
+            self._rest.write(data)
+
+    def finish(self) -> None:
+        if self._rest is None:
+            self._client.put_new(self._path, bytes(self._head))
+        else:
+            self._rest.finish()
+
+    def abort(self) -> None:
+        if self._rest is not None:
+            self._rest.abort()
 
 
 class UnconditionalClient(FsspecClient):

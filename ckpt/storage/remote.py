@@ -228,10 +228,15 @@ class FsspecStorage:
         path = self.resolve(name)
         with self._errors(name):
             self._filesystem.invalidate_cache(path)
-            infos = self._filesystem.find(path, detail=True)
+            objects = self._objects(path)
         prefix = path.lstrip("/") + "/" if path else ""
-        for info in infos.values():
+        for info in objects.values():
             yield _stored_file(info, info["name"].lstrip("/").removeprefix(prefix))
+
+    def _objects(self, path: str) -> dict[str, Any]:
+        """All objects below a prefix, with what the store says of each."""
+        found: dict[str, Any] = self._filesystem.find(path, detail=True)
+        return {at: info for at, info in found.items() if info["type"] != "directory"}
 
     def rename(self, source: str, destination: str) -> None:
         """Refused: it would copy every byte, and show a half-moved checkpoint meanwhile."""
@@ -260,7 +265,7 @@ class FsspecStorage:
         path = self.resolve(name)
         with self._errors(name), contextlib.suppress(FileNotFoundError):
             self._filesystem.invalidate_cache(path)
-            self._client.delete(self._filesystem.find(path))
+            self._client.delete(self._objects(path))
             self._filesystem.invalidate_cache(path)
 
     def sync_directory(self, name: str = "") -> None:

@@ -10,10 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ckpt.storage.clients import WRITER_KEY, Upload
-
-PART_BYTES = 16 << 20
-"""Objects from this size on are uploaded in parts of it."""
+from ckpt.storage.clients import PART_BYTES, WRITER_KEY, Upload
 
 PARTS_IN_FLIGHT = 4
 """Parts of one object that are on their way at the same time; so many are held in memory, too."""
