@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 
 from ckpt.errors import CheckpointError, NotAuthorisedError, NotFoundError, TryAgainError
@@ -11,6 +12,9 @@ _CLIENT_LIBRARIES = frozenset(
     {"aiohttp", "aiobotocore", "azure", "botocore", "gcsfs", "google", "requests", "urllib3"}
 )
 """Their errors are no OSErrors, and mean a fault of network or store."""
+
+_PASSING = {errno.EBUSY, errno.EREMOTEIO}
+"""What s3fs makes of 'slow down', 'service unavailable' and 'internal error'."""
 
 
 @contextlib.contextmanager
@@ -37,13 +41,14 @@ def store_errors(where: str) -> Iterator[None]:
 
 
 def _named(where: str, error: OSError) -> Exception:
-    passing = isinstance(error, ConnectionError | TimeoutError)
     # gcsfs has no class of its own for HTTP status 403.
     if str(error).startswith("Forbidden"):
         return NotAuthorisedError(f"{where}: {error}")
+    passing = isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING
     if passing or type(error).__module__.partition(".")[0] in _CLIENT_LIBRARIES:
         return TryAgainError(f"{where}: {_described(error)}; see whether the store can be reached")
-    return OSError(error.errno, f"{where}: {error.strerror or error}")
+    text = f"{where}: {error.strerror or error}"
+    return OSError(text) if error.errno is None else OSError(error.errno, text)
 
 
 def _of_client(where: str, error: Exception) -> CheckpointError:

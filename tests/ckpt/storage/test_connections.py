@@ -65,6 +65,7 @@ def test_reads_that_fail_for_good_say_where(
     """Never short data, never wrong data."""
     put(direct, "f", bytes(LARGE))
     s3_proxy.faults.append(Fault(kind, ALWAYS, is_get))
+    storage.filesystem.retries = 2  # type: ignore[attr-defined]
     buffer = memoryview(bytearray(100))
     actions: list[Any] = [
         lambda: storage.read("f", 0, 1000),
