@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperopt import comm
+from hyperopt.control import control_group
 from hyperopt.executor import Executor
 from hyperopt.layout import Layout, layout_of, local_tensor
 from hyperopt.ownership import Box, ParameterPlacement
@@ -174,14 +175,13 @@ def _find_domains(plan: StepPlan) -> tuple[Domain, ...]:
         ranks = layout.all_ranks() if layout.layout.mesh is not None else ()
         members.setdefault(ranks, []).append(index)
     return tuple(
-        Domain(comm.control_group(ranks), tuple(indices))
-        for ranks, indices in sorted(members.items())
+        Domain(control_group(ranks), tuple(indices)) for ranks, indices in sorted(members.items())
     )
 
 
 def _check_plans(assembly: Assembly) -> None:
     for domain in assembly.domains:
-        everyone = comm.gather_objects((assembly.digest, len(assembly.parameters)), domain.group)
+        everyone = domain.gather((assembly.digest, len(assembly.parameters)))
         if len(set(everyone)) > 1:
             raise ValueError(
                 "ranks of one mesh were given different parameters, groups or options; parameters "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ from hyperopt.state_dicts import (
     to_nested,
     wrap_states,
 )
+from hyperopt.torch_hooks import with_load_hooks, with_state_dict_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state and work live on owner replicas.
 
-    A step: preflight (one small all-reduce: who has gradients, same plan, no problem), then the
+    A step: preflight (one small exchange: who has gradients, same plan, no problem), then the
     executor's stages. See `hyperopt.executor` for the phases of communication.
 
     Subclasses give a rule, defaults, and `validate_group`. Parameters may be plain tensors or
@@ -89,12 +91,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replicate_group = replicate_group
         self._plan_config = plan or PlanConfig()
         self._store = StateStore()
-        self._groups_changed = False
         self._steps = 0
         self._send_parameters = False
         self._columns: list[guard.Column] | None = None
         super().__init__(params, defaults)
         self._assembly = self._assemble()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
 
     # ------------------------------------------------------------------------- groups and the plan
 
@@ -113,7 +117,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         if not self._rule.step_per_parameter:
             group.setdefault(STEP, 0)
-        self._groups_changed = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group_names(group)
@@ -160,13 +163,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
         )
-        self._groups_changed = False
         if comm.current_rank() == 0:
             logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
         return assembly
 
     def _ready(self) -> Assembly:
-        if self._groups_changed:
+        present = [p for group in self.param_groups for p in group["params"]]
+        planned = self._assembly.parameters
+        if len(present) != len(planned) or any(map(operator.is_not, present, planned)):
             raise RuntimeError(
                 "parameter groups changed: call reset_optimizer_parameters() on every rank"
             )
@@ -199,7 +203,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ready = self._ready()
         self.cleanup_synced_state()
         agreed = self.preflight() if agreed is None else agreed
-        gradients = self._active_gradients(agreed.active)
+        parameters = [local_tensor(p) for p in ready.parameters]
+        gradients = self._active_gradients(agreed.active, parameters)
         self._create_states(gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
@@ -207,7 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         error = ready.executor.step(
             StepInput(
                 ready.parameters,
-                [local_tensor(p) for p in ready.parameters],
+                parameters,
                 gradients,
                 self._store.owned,
                 self.param_groups,
@@ -284,16 +289,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "usable: resume from a checkpoint"
             ) from error
 
-    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
+    def _active_gradients(
+        self, active: Sequence[bool], local: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
         """Local gradients of the parameters that step; an empty shard without one gets an empty
-        one."""
+        one. Raises RuntimeError for gradients that are gone since the preflight."""
         gradients: dict[int, Tensor] = {}
         for index, parameter in enumerate(self._assembly.parameters):
             if active[index]:
                 gradient = parameter.grad
-                local = local_tensor(parameter)
+                if gradient is None and local[index].numel():
+                    raise RuntimeError(
+                        f"{self._assembly.names[index]} had a gradient in the preflight and has "
+                        "none now: a step pre-hook that removes gradients belongs to the chain, "
+                        "not to its member"
+                    )
                 gradients[index] = (
-                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
+                    torch.empty_like(local[index]) if gradient is None else local_tensor(gradient)
                 )
         return gradients
 
@@ -315,6 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------- torch's form
 
+    @with_state_dict_hooks
     def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
@@ -322,6 +335,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
         this rank does not own goes with the dict.
         """
+        return self._index_keyed(localize)
+
+    def _index_keyed(self, localize: bool) -> dict[str, Any]:
         ready = self._ready()
         with torch.no_grad():
             states = self._complete_states()
@@ -329,14 +345,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return to_index_keyed(state, self.param_groups)
 
     def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
-        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
-        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+        """The state by FQN. Collective. Flat: `state.<fqn>.<key>` and `param_groups.<fqn>.<name>`;
+        nested: `state` and `param_groups`, with FQNs for indices. Runs no state-dict hooks, since
+        these belong to torch's form.
 
         Raises:
             ValueError: when the parameters were given without names.
         """
         self.require_names()
-        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        nested = to_nested(self._index_keyed(localize), self._assembly.names)
         return to_flat(nested) if flatten else nested
 
     def require_names(self) -> None:
@@ -369,6 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Free the state that is here only because it was synchronized. No collective."""
         self._store.synced = None
 
+    @with_load_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyperopt.comm import gather_objects
 from hyperopt.preflight import Domain
 
 
@@ -32,7 +31,7 @@ def agree_on_states(
         problem = str(error)
     given = sorted(states)
     for domain in domains:
-        everyone = gather_objects((problem, given), domain.group)
+        everyone = domain.gather((problem, given))
         problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
         if problems:
             raise ValueError("; ".join(problems))
@@ -49,7 +48,7 @@ def agree_on_steps(steps: Sequence[Any], domains: Sequence[Domain]) -> list[int 
     """
     known = [None if step is None else int(step) for step in steps]
     for domain in domains:
-        everyone = gather_objects(known, domain.group)
+        everyone = domain.gather(known)
         for number in range(len(known)):
             values = {row[number] for row in everyone} - {None}
             if len(values) > 1:

@@ -28,12 +28,18 @@ from hyperopt.sharing import (
 ReplicaCount = int | Literal["auto"] | None
 Gather = Literal["all_to_all", "all_gather"]
 
+SMALLEST_UNIT_BYTES = 4 * 2**20
+"""Wire bytes per replica below which a unit is not cut for the sake of overlap: latency, and larger
+batches of matrices, matter more then."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     """Limits of a plan.
 
     `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
+    `units`: units at least, where each then has `SMALLEST_UNIT_BYTES`: with a single one nothing
+    overlaps.
     `gather`: how matrices travel to their compute rank: `all_to_all`, which sends nothing twice, or
     `all_gather`, for clusters on which all-to-all exhausts connections.
     `divide_bytes`: an element-wise parameter of at least this size may be divided by rows over the
@@ -46,6 +52,7 @@ class PlanConfig:
     gather: Gather = "all_to_all"
     check_replicas_every: int = 0
     divide_bytes: int = 2**20
+    units: int = 4
 
     def __post_init__(self) -> None:
         every = self.check_replicas_every
@@ -55,7 +62,7 @@ class PlanConfig:
             raise ValueError(
                 f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
             )
-        for option in ("unit_bytes", "divide_bytes"):
+        for option in ("unit_bytes", "divide_bytes", "units"):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"PlanConfig.{option} must be a positive integer, got {value!r}")
@@ -441,7 +448,9 @@ def _units(
     for slot in sorted(slots, key=lambda s: -wire_bytes(s)):
         workers.setdefault((slot.owner, slot.compute), []).append(slot)
     cap = config.unit_bytes * layout.replica_count
-    rounds = max(1, math.ceil(sum(map(wire_bytes, slots)) / cap))
+    total = sum(map(wire_bytes, slots))
+    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count)
+    rounds = max(1, math.ceil(total / cap), min(config.units, worthwhile))
     cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
     count = max((len(parts) for parts in cuts.values()), default=0)
     spec = parameters[slots[0].parameter]

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyperopt.comm import gather_objects
+from hyperopt.control import ControlGroup
 from hyperopt.layout import local_tensor
+
+T = TypeVar("T")
 
 _PRESENT, _ABSENT, _UNKNOWN = 1, 2, 3
 
@@ -29,11 +31,11 @@ class StepError(RuntimeError):
     """A hook raised on some rank in the middle of a step. Raised on all of them."""
 
 
-def presence(gradient: Tensor | None, local: Tensor) -> int:
+def presence(parameter: Tensor) -> int:
     """What a rank knows of a gradient: a rank without elements takes its peers' answer."""
-    if gradient is not None:
+    if parameter.grad is not None:
         return _PRESENT
-    return _ABSENT if local.numel() else _UNKNOWN
+    return _ABSENT if local_tensor(parameter).numel() else _UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,11 @@ class Ballot:
     send_parameters: bool = False
 
 
-def agree_on_presence(ballot: Ballot, group: dist.ProcessGroup | None) -> tuple[list[bool], bool]:
+def agree_on_presence(ballot: Ballot, group: ControlGroup | None) -> tuple[list[bool], bool]:
     """Which parameters step, and whether whole parameters are sent (if any rank wants it): the same
     on every rank of a control group.
 
-    One all-reduce of fixed size carries a status, the digest of the plan and a hash of the answers,
+    One exchange of fixed size carries a status, the digest of the plan and a hash of the answers,
     so that ranks with different plans cannot meet in collectives of different sizes. Only where
     hashes differ or a rank does not know, the answers themselves follow. Raises PreflightError on
     every rank where one has a problem, plans differ, or answers are mixed.
@@ -72,9 +74,8 @@ def agree_on_presence(ballot: Ballot, group: dist.ProcessGroup | None) -> tuple[
     lowest = torch.iinfo(torch.int64).min
     known = (lowest, lowest) if unknown else (code, -code)
     wishes = (ballot.problem is not None, unknown, ballot.send_parameters)
-    flags = torch.tensor([*wishes, plan, -plan, *known], dtype=torch.int64)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    failed, any_unknown, sends, plan_max, plan_min, code_max, code_min = flags.tolist()
+    agreed = group.maximum([*map(int, wishes), plan, -plan, *known])
+    failed, any_unknown, sends, plan_max, plan_min, code_max, code_min = agreed
     if failed or plan_max != -plan_min:
         _raise_problem(ballot, group)
     if any_unknown or code_max != -code_min:
@@ -83,15 +84,15 @@ def agree_on_presence(ballot: Ballot, group: dist.ProcessGroup | None) -> tuple[
 
 
 def _agree_in_detail(
-    answers: Sequence[int], names: Sequence[str], group: dist.ProcessGroup
+    answers: Sequence[int], names: Sequence[str], group: ControlGroup
 ) -> list[bool]:
     """Exchange all answers; empty shards take their peers'."""
-    votes = torch.tensor([[a == _PRESENT, a == _ABSENT] for a in answers], dtype=torch.uint8)
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-    mixed = [i for i, (yes, no) in enumerate(votes.tolist()) if yes and no]
+    flags = group.maximum([int(a == at) for at in (_PRESENT, _ABSENT) for a in answers])
+    votes = list(zip(flags[: len(answers)], flags[len(answers) :], strict=True))
+    mixed = [i for i, (yes, no) in enumerate(votes) if yes and no]
     if mixed:
-        everyone = gather_objects([answers[i] for i in mixed], group)
-        ranks = dist.get_process_group_ranks(group)
+        everyone = group.gather([answers[i] for i in mixed])
+        ranks = group.ranks
         lines = [
             f"{names[i]} (none on ranks "
             f"{[ranks[k] for k, theirs in enumerate(everyone) if theirs[at] == _ABSENT]})"
@@ -103,13 +104,13 @@ def _agree_in_detail(
             + (f"; and {len(mixed) - 10} more" if len(mixed) > 10 else "")
             + ". Every rank must run backward through the same parameters"
         )
-    return [bool(yes) for yes, _ in votes.tolist()]
+    return [bool(yes) for yes, _ in votes]
 
 
-def _raise_problem(ballot: Ballot, group: dist.ProcessGroup) -> None:
+def _raise_problem(ballot: Ballot, group: ControlGroup) -> None:
     """Tell every rank what is wrong, and where."""
-    everyone = gather_objects((ballot.problem, ballot.digest), group)
-    ranks = dist.get_process_group_ranks(group)
+    everyone = group.gather((ballot.problem, ballot.digest))
+    ranks = group.ranks
     problems = [f"rank {r}: {p}" for r, (p, _) in zip(ranks, everyone, strict=True) if p]
     if problems:
         raise PreflightError("the step was refused, nothing was changed: " + "; ".join(problems))
@@ -128,8 +129,12 @@ class Domain:
     `group` is None where the parameters share nothing.
     """
 
-    group: dist.ProcessGroup | None
+    group: ControlGroup | None
     members: tuple[int, ...]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's object; the value alone where nothing is shared. Collective."""
+        return [value] if self.group is None else self.group.gather(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +162,7 @@ def agree_on_step(
     active = [False] * len(parameters)
     sent: set[int] = set()
     for domain in domains:
-        answers = [
-            presence(parameters[i].grad, local_tensor(parameters[i])) for i in domain.members
-        ]
+        answers = [presence(parameters[i]) for i in domain.members]
         members = [names[i] for i in domain.members]
         ballot = Ballot(answers, members, digest, problem, send_parameters)
         agreed, sends = agree_on_presence(ballot, domain.group)
@@ -172,18 +175,16 @@ def agree_on_step(
 def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:
     """What went wrong on any rank during a step, with the rank; empty where nothing did.
 
-    Collective: one all-reduce of one number a domain while all is well.
+    Collective: one exchange of one number a domain while all is well.
     """
     found: dict[str, None] = {}
     for domain in domains:
         if domain.group is None:
             found.update(dict.fromkeys([problem] if problem else []))
             continue
-        flag = torch.tensor(int(problem is not None))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=domain.group)
-        if flag.item():
-            ranks = dist.get_process_group_ranks(domain.group)
-            everyone = gather_objects(problem, domain.group)
+        if domain.group.maximum([int(problem is not None)])[0]:
+            ranks = domain.group.ranks
+            everyone = domain.group.gather(problem)
             lines = [f"rank {r}: {p}" for r, p in zip(ranks, everyone, strict=True) if p]
             found.update(dict.fromkeys(lines))
     return list(found)

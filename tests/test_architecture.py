@@ -28,15 +28,15 @@ LAYERS = {
     "hyperopt": (
         ("ownership",),
         ("sharing",),
-        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks"),
-        ("rules", "plan"),
+        ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
+        ("rules", "plan", "control"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading"),
         ("assembly",),
         ("seam",),
         ("distributed",),
-        ("muon", "adamw", "chained", "recipes"),
+        ("muon", "adamw", "chained_views", "chained", "recipes"),
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
