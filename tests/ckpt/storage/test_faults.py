@@ -48,4 +48,5 @@ def test_kinds(error: BaseException, expected: type[BaseException]) -> None:
     assert type(caught.value) is expected
     if caught.value is not error:
         assert "s3://b/f: " in str(caught.value)
-        assert str(error).partition("\n")[0] in str(caught.value) or expected is NotFoundError
+        said = error.strerror if isinstance(error, OSError) and error.errno else str(error)
+        assert str(said).partition("\n")[0] in str(caught.value) or expected is NotFoundError
