@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import uuid
 
 import pytest
 
 from ckpt.storage import Storage, open_storage
-from tests.ckpt.storage.contract import StorageContract
-from tests.proxy import Proxy
+from tests.ckpt.storage.contract import StorageContract, put
+from tests.proxy import Fault, Kind, Proxy
 
 
 class TestGoogleStorage(StorageContract):
@@ -32,3 +34,22 @@ class TestGoogleStorage(StorageContract):
         ]
         assert len(uploads) == 4
         assert all("ifGenerationMatch=0" in target for target in uploads)
+
+    @pytest.mark.parametrize("kind", ["reset", "truncate"])
+    def test_reads_are_repeated(self, kind: Kind, storage: Storage, gcs_proxy: Proxy) -> None:
+        content = os.urandom(100_000)
+        put(storage, "f", content)
+        fault = Fault(kind, 1, lambda method, _: method == "GET")
+        gcs_proxy.faults.append(fault)
+        assert storage.read("f", 10, 50_000) == content[10:50_010]
+        assert fault.times == 0
+
+    def test_a_lost_answer_is_recognised_as_ours(self, storage: Storage, gcs_proxy: Proxy) -> None:
+        """And wins nothing from another, also where that wrote the same bytes."""
+        for expected in (None, FileExistsError):
+            fault = Fault("lose_answer", 1, lambda method, _: method == "POST")
+            gcs_proxy.faults.append(fault)
+            with pytest.raises(expected) if expected else contextlib.nullcontext():
+                storage.create_exclusive("lock", b"same")
+            assert fault.times == 0
+        assert storage.read("lock") == b"same"

@@ -46,6 +46,18 @@ def test_a_thousand_neighbours_are_one_request() -> None:
     assert [(span.start, span.end) for span in plan_spans(parts)] == [(0, 99_910)]
 
 
+@pytest.mark.parametrize(("second", "requests"), [(10, 1), (15, 1), (16, 2)])
+def test_a_gap_just_small_enough(second: int, requests: int) -> None:
+    parts = [(0, memoryview(bytearray(10))), (second, memoryview(bytearray(10)))]
+    assert len(plan_spans(parts, gap=5, limit=100)) == requests
+
+
+@pytest.mark.parametrize(("limit", "requests"), [(20, 1), (19, 2)])
+def test_a_request_just_small_enough(limit: int, requests: int) -> None:
+    parts = [(0, memoryview(bytearray(10))), (10, memoryview(bytearray(10)))]
+    assert len(plan_spans(parts, gap=5, limit=limit)) == requests
+
+
 def test_a_large_buffer_is_several_requests() -> None:
     parts = [(7, memoryview(bytearray(40 << 20)))]
     assert [span.end - span.start for span in plan_spans(parts)] == [16 << 20, 16 << 20, 8 << 20]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import uuid
 from array import array
 from collections.abc import Iterator
@@ -15,12 +16,12 @@ import fsspec  # type: ignore[import-untyped]
 import fsspec.implementations.memory  # type: ignore[import-untyped]
 import pytest
 
-from ckpt.errors import NotAuthorisedError, NotFoundError, UsageError
+from ckpt.errors import NotAuthorisedError, NotFoundError, TryAgainError, UsageError
 from ckpt.storage import Storage, open_storage
 from ckpt.storage import local as storage_local
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.remote import FsspecStorage
-from tests.ckpt.storage.contract import StorageContract, put
+from tests.ckpt.storage.contract import StorageContract, compete, put
 
 
 class TestLocalStorage(StorageContract):
@@ -192,6 +193,21 @@ class TestMemoryStorage(StorageContract):
         with pytest.raises(UsageError, match="cannot rename"):
             storage.rename("f", "g")
 
+    def test_looking_and_writing_are_one_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        filesystem = fsspec.implementations.memory.MemoryFileSystem(
+            global_store=False, skip_instance_cache=True
+        )
+        exists = filesystem.exists
+
+        def slowly(path: str, **options: Any) -> bool:
+            found: bool = exists(path, **options)
+            time.sleep(0.01)  # others run meanwhile
+            return found
+
+        monkeypatch.setattr(filesystem, "exists", slowly)
+        storage = FsspecStorage(filesystem, "/run", "memory://run")
+        assert len(compete(lambda number: storage.create_exclusive("lock", b"%d" % number))) == 1
+
     def test_no_silent_unconditional_put(self, tmp_path: Path) -> None:
         """A file system whose create-if-missing is not one request must not pretend."""
         filesystem = fsspec.filesystem("file")
@@ -214,7 +230,7 @@ class TestMemoryStorage(StorageContract):
         monkeypatch.setattr(filesystem, "pipe_file", refuse)
         with pytest.raises(FileExistsError, match="s3://run/taken exists"):
             storage.create_exclusive("taken", b"x")
-        with pytest.raises(OSError, match="pre-conditions") as caught:
+        with pytest.raises((OSError, TryAgainError), match="pre-conditions") as caught:
             storage.create_exclusive("free", b"x")
         assert not isinstance(caught.value, FileExistsError)
 
