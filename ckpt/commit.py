@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from ckpt.coverage import check_coverage
-from ckpt.errors import CheckpointError, CorruptError, LockedError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, LockedError, NotFoundError, UsageError
 from ckpt.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -19,7 +19,7 @@ from ckpt.manifest import (
     read_manifest,
 )
 from ckpt.names import name_problem
-from ckpt.storage import Storage
+from ckpt.storage import Storage, file_sizes
 
 __all__ = ["PENDING_PREFIX", "PendingCheckpoint", "check_coverage"]
 
@@ -88,14 +88,17 @@ class PendingCheckpoint:
 
     def _check_files(self, manifest: Manifest) -> None:
         """What writers reported must be visible here, whole: a store may lag, or be another one."""
-        for entry in (*manifest.files, *manifest.indexes):
-            if entry.name == METADATA_NAME:
-                continue
-            size = self.storage.size(entry.name)
-            if size != entry.size:
+        entries = [e for e in (*manifest.files, *manifest.indexes) if e.name != METADATA_NAME]
+        sizes = file_sizes(self.storage, [entry.name for entry in entries])
+        for entry in entries:
+            where, reported = f"{self.storage.url}/{entry.name}", entry.size
+            if entry.name not in sizes:
+                raise NotFoundError(
+                    f"{where}: is not there, but its writer reported {reported} bytes"
+                )
+            if sizes[entry.name] != reported:
                 raise CorruptError(
-                    f"{self.storage.url}/{entry.name}: {size} bytes, "
-                    f"but its writer reported {entry.size}"
+                    f"{where}: {sizes[entry.name]} bytes, but its writer reported {reported}"
                 )
 
     def _commit_by_rename(self, manifest: Manifest, data: bytes, metadata: bytes | None) -> None:

@@ -17,14 +17,16 @@ from ckpt.checkpoint import open_checkpoint
 from ckpt.errors import CheckpointError, DestinationExistsError
 from ckpt.loading import load
 from ckpt.reading import read_targets
-from ckpt.runs import latest, scan
+from ckpt.runs import entry_of, latest, problem_of, scan
 from ckpt.saving import save
 from ckpt.state.part import ReadTarget
 from ckpt.storage import Storage, open_storage
+from ckpt.storage.local import LocalStorage
 from ckpt.verify import verify_checkpoint
 from cli.main import main
 from hyperopt.ownership import Box
 from tests.ckpt.states import Net, OwnerOptimizer, assert_model, fill, shard
+from tests.cli.checkpoints import write_checkpoint
 from tests.distributed import run_ranks
 from tests.proxy import Fault, Proxy
 
@@ -236,6 +238,22 @@ def test_a_listing_needs_few_requests(proxied: Storage, s3_proxy: Proxy) -> None
     s3_proxy.requests.clear()
     assert len(scan(proxied)) == 8
     assert len(s3_proxy.requests) <= 3 * 8 + 1
+
+
+def test_the_sizes_of_many_files_need_few_requests(
+    proxied: Storage, s3_proxy: Proxy, tmp_path: Path
+) -> None:
+    """One listing, however many ranks have saved."""
+    local = LocalStorage(write_checkpoint(tmp_path, 5, shards=8))
+    target = proxied.child("step-00000005")
+    for file in local.walk():
+        target.create_exclusive(file.name, local.read(file.name))
     s3_proxy.requests.clear()
-    assert latest(proxied) is not None
-    assert len(s3_proxy.requests) <= 6
+    found = latest(proxied, "sizes")
+    assert found is not None
+    assert found.manifest is not None
+    assert len(found.manifest.files) >= 12
+    assert len(s3_proxy.requests) <= 7
+    target.remove("r00003-0.distcp")
+    entry = entry_of(proxied, "step-00000005")
+    assert "r00003-0.distcp is missing" in str(problem_of(proxied, entry, "sizes"))
