@@ -37,8 +37,8 @@ from hyperopt.plan import (
     Slot,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
+from hyperopt.replica_count import resolve_replica_count
 from hyperopt.rules import AdamWRule, MuonRule, UpdateRule
 
 RANKS_PER_NODE = 8

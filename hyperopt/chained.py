@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from hyperopt.adamw import DistributedAdamW
 from hyperopt.assembly import clean_fqn, group_names
 from hyperopt.chained_views import ChainedDefaults, ChainedState
 from hyperopt.distributed import DistributedOptimizer
+from hyperopt.loading import read_together
 from hyperopt.muon import Muon
 from hyperopt.ownership import (
     GroupRow,
@@ -22,8 +23,9 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.preflight import Agreement, PreflightError
-from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
+from hyperopt.preflight import Agreement, PreflightError, evaluate
+from hyperopt.replica_count import ReplicaCount
+from hyperopt.state_dicts import ParsedDict, parse_state_dict, to_flat, to_nested
 from hyperopt.torch_hooks import with_load_hooks, with_own_step_hooks, with_state_dict_hooks
 
 LabelFunction = Callable[[str, nn.Parameter], str | None]
@@ -218,10 +220,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Step every member; the closure runs once, first, with grad mode on."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure, self._preflight)
         agreed = self._preflight()
         for name, member in self._members.items():
             if name in agreed and isinstance(member, DistributedOptimizer):
@@ -230,16 +229,22 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 member.step()
         return loss
 
-    def _preflight(self) -> dict[str, Agreement]:
+    def _preflight(self, problem: str | None = None) -> dict[str, Agreement]:
         """Every member's preflight before any of them changes anything. All run, also after an
-        error, so that ranks of different meshes stay together; then the first error is raised."""
+        error, so that ranks of different meshes stay together; then the first error is raised.
+
+        Members of few ranks come first and hand their error on, so that where one member lives on
+        parts of another's mesh, all ranks of that mesh hear of it.
+        """
         agreed: dict[str, Agreement] = {}
         errors: list[PreflightError] = []
-        for name, member in self._distributed().items():
+        members = sorted(self._distributed().items(), key=lambda item: _ranks_together(item[1]))
+        for name, member in members:
             try:
-                agreed[name] = member.preflight()
+                agreed[name] = member.preflight(problem)
             except PreflightError as error:
                 errors.append(error)
+                problem = problem or str(error)
         if errors:
             raise errors[0]
         return agreed
@@ -297,9 +302,25 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: when groups, names, keys or shapes do not fit.
         """
-        parsed = parse_state_dict(state_dict, self._fqns())
+        names = self._fqns()
+        domains = [d for member in self._distributed().values() for d in member.domains]
+        parsed = read_together(lambda: parse_state_dict(state_dict, names), domains)
+        parts = self._split(parsed)
+        loaded = {
+            name: member.read_state_dict(parts[name])
+            for name, member in self._distributed().items()
+        }
+        for name, member in self._members.items():
+            if isinstance(member, DistributedOptimizer):
+                member.take_loaded(loaded[name])
+            else:
+                member.load_state_dict(parts[name])
+
+    def _split(self, parsed: ParsedDict) -> dict[str, dict[str, Any]]:
+        """A state dict over all members as one for each, index-keyed."""
+        parts: dict[str, dict[str, Any]] = {}
         first_parameter, first_group = 0, 0
-        for member in self._members.values():
+        for name, member in self._members.items():
             counts = [len(g["params"]) for g in member.param_groups]
             stop_parameter = first_parameter + sum(counts)
             stop_group = first_group + len(counts)
@@ -312,13 +333,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 for i, value in parsed.states.items()
                 if first_parameter <= i < stop_parameter
             }
-            member.load_state_dict({"state": state, "param_groups": groups})
+            parts[name] = {"state": state, "param_groups": groups}
             first_parameter, first_group = stop_parameter, stop_group
+        return parts
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan every distributed member again. Collective."""
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan every distributed member again; see `DistributedOptimizer`. Collective."""
         for member in self._distributed().values():
-            member.reset_optimizer_parameters()
+            member.reset_optimizer_parameters(hsdp_replica_count=hsdp_replica_count)
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
@@ -392,6 +416,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
             for name, member in self._all_distributed().items()
             for owners in member.ownership()
         ]
+
+
+def _ranks_together(member: DistributedOptimizer) -> int:
+    """How many ranks step together with this one."""
+    return max(len(domain.ranks) for domain in member.domains)
 
 
 def _parameters(member: torch.optim.Optimizer) -> Iterator[Tensor]:

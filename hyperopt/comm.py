@@ -6,7 +6,6 @@ every dtype works on every backend.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -65,11 +64,12 @@ def current_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def gather_hosts() -> list[str] | None:
-    """The host name of every rank of the world, or None without a process group. Collective."""
+def gather_world(value: T) -> list[T]:
+    """The value of every rank of the world, in rank order; the value alone without a process group.
+    Collective."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return gather_objects(socket.gethostname(), None)
+        return [value]
+    return gather_objects(value, None)
 
 
 def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> tuple[Seat, ...]:
@@ -79,11 +79,7 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
     placed: list[tuple[int, int, Ranks, Ranks]] = []
     for layout in layouts:
         seat = layout.seat(rank)
-        if seat is None:
-            raise ValueError(
-                f"rank {rank} is not part of the mesh of one of its parameters "
-                f"(ranks {list(layout.all_ranks())})"
-            )
+        assert seat is not None  # assembly has checked it, with names
         replica, shard = seat
         row, peers = layout.shard_group(replica), layout.replica_group(replica, shard)
         placed.append((shard, replica % layout.replica_count, row, peers))
@@ -96,11 +92,12 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
 
 
 def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]:
-    """The groups that this rank's parameters' meshes have already, by their ranks."""
+    """The groups that this rank's parameters' meshes have already, by their ranks; none of a single
+    rank, which has nobody to talk to."""
     found: dict[Ranks, dist.ProcessGroup] = {}
     meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
     for mesh in meshes:
-        for dim in range(mesh.ndim):
+        for dim in (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1):
             group = mesh.get_group(dim)
             found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return found

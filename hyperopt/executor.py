@@ -18,9 +18,9 @@ hangs; what it computes from then on is void, and the caller tells everybody.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -31,6 +31,7 @@ from hyperopt.comm import Pending, Seat, exchange, publish
 from hyperopt.ownership import Box
 from hyperopt.plan import Slot, StepPlan, Unit
 from hyperopt.rules import Batch, Hyperparameters, UpdateRule
+from hyperopt.state import local_intervals, local_shape
 
 IN_PLACE_BYTES = 1 << 18
 """Parameters of at least this size travel unpacked: two copies cost more than one call."""
@@ -38,6 +39,10 @@ IN_PLACE_BYTES = 1 << 18
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor]
 """Tensors by parameter index."""
+
+
+BATCH_ELEMENTS = 1 << 29
+"""Cap, over the number of shards, of what a rule transforms at once: it needs copies of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,16 +366,37 @@ class _UnitRun:
             members.append(matrix)
         for group, (names, members) in groups.items():
             hyper = self.tensors.hyperparameters[group]
-            self.failure.attempt(self.rule.transform, names, members, hyper)
+            for part in self.runs([m.numel() for m in members]):
+                self.failure.attempt(self.rule.transform, names[part], members[part], hyper)
+
+    def runs(self, elements: Sequence[int]) -> Iterator[slice]:
+        """Runs of at most `BATCH_ELEMENTS` over the number of shards; a larger tensor stands
+        alone."""
+        cap, start, filled = BATCH_ELEMENTS // self.plan.layouts[self.unit.layout].shards, 0, 0
+        for i, count in enumerate(elements):
+            if i > start and filled + count > cap:
+                yield slice(start, i)
+                start, filled = i, 0
+            filled += count
+        yield slice(start, len(elements))
 
     def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
-        """Whole matrices from the shards' parts."""
+        """Whole matrices from the shards' parts; those of one shape lie one after the other, so
+        that a rule can take them as a batch."""
         shapes = [self.plan.parameters[s.parameter].shape for s in slots]
-        matrices = [self.allocate(prod(shape), received.dtype).view(shape) for shape in shapes]
+        room = {
+            shape: iter(self.batch(shape, n, received.dtype))
+            for shape, n in Counter(shapes).items()
+        }
+        matrices = [next(room[shape]) for shape in shapes]
         targets, sources = self.parts(slots, matrices, received)
         if targets:
             torch._foreach_copy_(targets, sources)
         return matrices
+
+    def batch(self, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Room for `count` tensors of a shape, one after the other."""
+        return self.allocate(count * prod(shape), dtype).view(count, *shape).unbind(0)
 
     def scatter_into(
         self, slots: Sequence[Slot], matrices: Sequence[Tensor], buffer: Tensor
@@ -387,19 +413,26 @@ class _UnitRun:
         layout = self.plan.layouts[self.unit.layout].layout
         boxes = [layout.shard_boxes(self.plan.parameters[s.parameter].shape) for s in slots]
         shards = range(len(slots[0].elements)) if slots else range(0)
-        order = [
-            (matrix, box)
+        held = [
+            (matrix, parts[shard])
             for shard in shards
             for matrix, parts in zip(matrices, boxes, strict=True)
-            for box in parts[shard]
         ]
-        inside = [_narrow(matrix, box) for matrix, box in order]
-        stops = list(accumulate(box.elements for _, box in order))
+        inside = [_narrow(matrix, box) for matrix, part in held for box in part]
+        locals_ = torch.split(buffer, [sum(box.elements for box in part) for _, part in held])
         packed = [
-            buffer[stop - box.elements : stop].view(box.sizes)
-            for stop, (_, box) in zip(stops, order, strict=True)
+            view
+            for (_, part), local in zip(held, locals_, strict=True)
+            for view in _local_views(local, part)
         ]
         return inside, packed
+
+
+def _local_views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+    """The boxes of a shard, as views of its flat local tensor."""
+    if len(boxes) == 1:
+        return [local.view(boxes[0].sizes)]
+    return [local.view(local_shape(boxes))[where] for where in local_intervals(boxes)]
 
 
 def _narrow(tensor: Tensor, box: Box) -> Tensor:

@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -228,14 +228,22 @@ def merge_intervals(pieces: list[Interval]) -> list[Interval]:
 # ------------------------------------------------------------------------------------------- owners
 
 
+Matrices = tuple[int, int, int]
+"""`(count, rows, columns)`: the matrices that a parameter means to an optimizer of matrices."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnedSlot:
-    """One parameter, or a row range of it, and the replica that owns its optimizer state."""
+    """One parameter, or a row range of it, and the replica that owns its optimizer state.
+
+    `matrices` is for people, who see in it a layout that was not meant; no part of the identity.
+    """
 
     fqn: str
     owner: int
     cost: float
     rows: Rows | None = None
+    matrices: Matrices | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 from torch import Tensor
 
 from hyperopt.layout import Layout, holds_whole_matrices
-from hyperopt.ownership import Box, OwnedSlot, Ownership, assign_owners
+from hyperopt.ownership import Box, Matrices, OwnedSlot, Ownership, assign_owners
 from hyperopt.sharing import (
     EVERY_OWNER,
     divided_slots,
@@ -25,7 +24,6 @@ from hyperopt.sharing import (
     share_owners,
 )
 
-ReplicaCount = int | Literal["auto"] | None
 Gather = Literal["all_to_all", "all_gather"]
 
 SMALLEST_UNIT_BYTES = 4 * 2**20
@@ -46,6 +44,8 @@ class PlanConfig:
     replicas that share its state, where whole ones cannot be balanced (one large embedding).
     `check_replicas_every`: after every n-th step compare the replicas' parameters bit for bit, and
     give those that differ the first replica's values, with a warning; 0 never.
+    `compile`: run Muon's local mathematics through `torch.compile` (`hyperopt.compiled`), which
+    takes some seconds a kernel at first. AdamW has torch's fused kernel and is not compiled.
     """
 
     unit_bytes: int = 512 * 2**20
@@ -53,6 +53,7 @@ class PlanConfig:
     check_replicas_every: int = 0
     divide_bytes: int = 2**20
     units: int = 4
+    compile: bool = False
 
     def __post_init__(self) -> None:
         every = self.check_replicas_every
@@ -62,6 +63,8 @@ class PlanConfig:
             raise ValueError(
                 f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
             )
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"PlanConfig.compile must be True or False, got {self.compile!r}")
         for option in ("unit_bytes", "divide_bytes", "units"):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -72,7 +75,7 @@ class PlanConfig:
 class ParameterSpec:
     """What planning knows of one parameter. `layout` and `group` are indices; `cost` is in flops
     (matrix rules) or bytes (element-wise rules); `wire` names the dtype of payloads, `dtype` the
-    parameter's."""
+    parameter's; `matrices` is what a matrix rule sees in it, for people."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -82,6 +85,7 @@ class ParameterSpec:
     wire: str
     wire_itemsize: int
     dtype: str
+    matrices: Matrices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,10 @@ class LayoutPlan:
         """All global ranks, ascending."""
         return tuple(sorted(rank for row in self.ranks for rank in row))
 
+    def has(self, ranks: Iterable[int]) -> bool:
+        """Whether all these ranks are part of the layout; of what is on no mesh, any rank is."""
+        return self.layout.mesh is None or set(ranks) <= {r for row in self.ranks for r in row}
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -178,27 +186,26 @@ class StepPlan:
     slots: tuple[Slot, ...]
     units: tuple[Unit, ...]
     gather: Gather
+    compile: bool = False
 
-    def digest(self) -> bytes:
-        """32 bytes that differ when any part of the plan does."""
-        return hashlib.blake2b(repr(self._compact()).encode(), digest_size=32).digest()
+    def digest(self, ranks: Sequence[int] = ()) -> bytes:
+        """32 bytes that differ when any part of the plan does that these ranks share.
 
-    def _compact(self) -> tuple[object, ...]:
-        """The plan with each slot, and each row of elements per shard, written once. On thousands
-        of shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
-        rows: dict[tuple[int, ...], int] = {}
-        slots: dict[tuple[Slot, int], int] = {}
+        That is what lies on meshes with all of them. Of other meshes, such as the data-parallel
+        ones inside a mesh with tensor parallelism, each rank knows its own only.
+        """
+        shared = [layout.has(ranks) for layout in self.layouts]
+        plan = self if all(shared) else self._part(shared)
+        return hashlib.blake2b(repr(_compact(plan)).encode(), digest_size=32).digest()
 
-        def number(slot: Slot) -> int:
-            row = rows.setdefault(slot.elements, len(rows))
-            return slots.setdefault((replace(slot, elements=()), row), len(slots))
-
-        order = [number(slot) for slot in self.slots]
-        units = [
-            (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
-            for unit in self.units
-        ]
-        return replace(self, slots=(), units=()), list(rows), list(slots), order, units
+    def _part(self, chosen: Sequence[bool]) -> StepPlan:
+        """The plan of some of the layouts."""
+        return replace(
+            self,
+            layouts=tuple(x for x, ours in zip(self.layouts, chosen, strict=True) if ours),
+            slots=tuple(s for s in self.slots if chosen[self.parameters[s.parameter].layout]),
+            units=tuple(unit for unit in self.units if chosen[unit.layout]),
+        )
 
     def owned_slots(self) -> list[tuple[OwnedSlot, ...]]:
         """Owners and costs of every parameter, in their order; with row ranges where divided."""
@@ -206,7 +213,8 @@ class StepPlan:
         for slot in self.slots:
             spec = self.parameters[slot.parameter]
             if not slot.divided:
-                out[slot.parameter].append(OwnedSlot(spec.fqn, slot.owner, spec.cost))
+                owned = OwnedSlot(spec.fqn, slot.owner, spec.cost, matrices=spec.matrices)
+                out[slot.parameter].append(owned)
             elif slot.owner == 0:
                 out[slot.parameter] += self._row_ranges(spec)
         return [tuple(slots) for slots in out]
@@ -245,18 +253,38 @@ class StepPlan:
         )
 
 
+def _compact(plan: StepPlan) -> tuple[object, ...]:
+    """A plan with each slot, and each row of elements per shard, written once. On thousands of
+    shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
+    rows: dict[tuple[int, ...], int] = {}
+    slots: dict[tuple[Slot, int], int] = {}
+
+    def number(slot: Slot) -> int:
+        row = rows.setdefault(slot.elements, len(rows))
+        return slots.setdefault((replace(slot, elements=()), row), len(slots))
+
+    order = [number(slot) for slot in plan.slots]
+    units = [
+        (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
+        for unit in plan.units
+    ]
+    return replace(plan, slots=(), units=()), list(rows), list(slots), order, units
+
+
 def build_plan(
     parameters: Sequence[ParameterSpec],
     layouts: Sequence[LayoutPlan],
     config: PlanConfig,
     *,
     whole_matrices: bool,
+    whole_parameters: bool = False,
     previous: Sequence[int | None] | None = None,
 ) -> StepPlan:
     """Plan a step.
 
     `whole_matrices`: whether the rule needs whole matrices, which then travel to a compute shard
-    and back unless each shard holds whole ones already. `previous`: owners that parameters had
+    and back unless each shard holds whole ones already, and not even then with `whole_parameters`,
+    where user code regroups their elements. `previous`: owners that parameters had
     (`StepPlan.owners`; None for new ones), which are kept where that is as balanced.
     """
     kinds = dict.fromkeys((p.layout, p.shape) for p in parameters)
@@ -266,7 +294,8 @@ def build_plan(
         _Job(
             p,
             elements,
-            gathered=whole_matrices and not whole,
+            gathered=whole_matrices
+            and (not whole or (whole_parameters and layouts[p.layout].shards > 1)),
             divisible=not whole_matrices and bool(p.shape) and p.cost >= config.divide_bytes,
         )
         for p, (elements, whole) in zip(parameters, spread, strict=True)
@@ -287,7 +316,7 @@ def build_plan(
             config,
         )
     )
-    return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather)
+    return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather, config.compile)
 
 
 def _spread(layout: LayoutPlan, shape: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
@@ -341,29 +370,47 @@ def _assign(
     """Owner and compute shard of every job.
 
     Layouts with the same ranks and replica count are balanced together. Others (experts on a mesh
-    of their own) one after the other, coarse ones first, each on top of what its ranks have to do
-    already.
+    of their own) one after the other, large meshes and coarse ones first, each on top of what its
+    ranks have to do already on meshes that all of them are part of: of others only some know.
     """
     classes: dict[tuple[tuple[tuple[int, ...], ...], int], list[int]] = {}
     for i, job in enumerate(jobs):
         layout = layouts[job.spec.layout]
         classes.setdefault((layout.ranks, layout.replica_count), []).append(i)
     out: list[tuple[int, int | None]] = [(0, None)] * len(jobs)
-    work: dict[int, float] = {}
-    for members in sorted(classes.values(), key=lambda part: _coarseness(part, jobs)):
+    works: list[tuple[LayoutPlan, dict[int, float]]] = []
+    for members in sorted(classes.values(), key=lambda part: _coarseness(part, jobs, layouts)):
         layout = layouts[jobs[members[0]].spec.layout]
         mine = [jobs[i] for i in members]
+        work = _known_work(works, layout)
         assigned = _assign_class(mine, layout, [previous[i] for i in members], work)
         for i, result in zip(members, assigned, strict=True):
             out[i] = result
         if len(classes) > 1 and layout.layout.mesh is not None:
-            _add_work(work, mine, assigned, layout)
+            works.append((layout, _work_of(mine, assigned, layout)))
     return out
 
 
-def _coarseness(members: Sequence[int], jobs: Sequence[_Job]) -> tuple[bool, float]:
-    """Jobs that stay where they are first, then those with the largest job."""
-    return any(jobs[i].gathered for i in members), -max(jobs[i].spec.cost for i in members)
+def _coarseness(
+    members: Sequence[int], jobs: Sequence[_Job], layouts: Sequence[LayoutPlan]
+) -> tuple[int, bool, float]:
+    """The largest meshes first, then jobs that stay where they are, then those with the largest
+    job."""
+    layout = layouts[jobs[members[0]].spec.layout]
+    gathered = any(jobs[i].gathered for i in members)
+    return -layout.replicas * layout.shards, gathered, -max(jobs[i].spec.cost for i in members)
+
+
+def _known_work(
+    works: Sequence[tuple[LayoutPlan, Mapping[int, float]]], layout: LayoutPlan
+) -> dict[int, float]:
+    """What ranks of a layout have to do already, as far as all of them know."""
+    known: dict[int, float] = {}
+    for other, work in works:
+        if other.has(layout.all_ranks()):
+            for rank in layout.all_ranks():
+                known[rank] = known.get(rank, 0.0) + work.get(rank, 0.0)
+    return known
 
 
 def _assign_class(
@@ -401,14 +448,11 @@ def _mean_work(layout: LayoutPlan, owner: int, shard: int, work: Mapping[int, fl
     return sum(work.get(rank, 0.0) for rank in ranks) / len(ranks)
 
 
-def _add_work(
-    work: dict[int, float],
-    jobs: Sequence[_Job],
-    assigned: Sequence[tuple[int, int | None]],
-    layout: LayoutPlan,
-) -> None:
-    """Add what an assignment gives each rank: the compute shard the whole cost, or every shard its
-    part of it, and every owner its part of a divided job."""
+def _work_of(
+    jobs: Sequence[_Job], assigned: Sequence[tuple[int, int | None]], layout: LayoutPlan
+) -> dict[int, float]:
+    """What an assignment gives each rank: the compute shard the whole cost, or every shard its part
+    of it, and every owner its part of a divided job."""
     loads = [[0.0] * layout.shards for _ in range(layout.replica_count)]
     for job, (owner, compute) in zip(jobs, assigned, strict=True):
         owners = range(layout.replica_count) if owner == EVERY_OWNER else (owner,)
@@ -419,9 +463,11 @@ def _add_work(
                 continue
             unit = cost / max(sum(job.elements), 1)
             loads[each] = [a + unit * n for a, n in zip(loads[each], job.elements, strict=True)]
-    for replica, ranks in enumerate(layout.ranks):
-        for rank, load in zip(ranks, loads[replica % layout.replica_count], strict=True):
-            work[rank] = work.get(rank, 0.0) + load
+    return {
+        rank: load
+        for replica, ranks in enumerate(layout.ranks)
+        for rank, load in zip(ranks, loads[replica % layout.replica_count], strict=True)
+    }
 
 
 # -------------------------------------------------------------------------------------------- units
@@ -449,7 +495,8 @@ def _units(
         workers.setdefault((slot.owner, slot.compute), []).append(slot)
     cap = config.unit_bytes * layout.replica_count
     total = sum(map(wire_bytes, slots))
-    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count)
+    travels = layout.replica_count > 1 or any(slot.compute is not None for slot in slots)
+    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count) if travels else 1
     rounds = max(1, math.ceil(total / cap), min(config.units, worthwhile))
     cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
     count = max((len(parts) for parts in cuts.values()), default=0)
@@ -482,42 +529,3 @@ def _round(
         if index < len(cuts[worker]):
             owned[worker[0]] += cuts[worker][index]
     return tuple(map(tuple, owned))
-
-
-def resolve_replica_count(
-    requested: ReplicaCount,
-    ranks: Sequence[Sequence[int]],
-    hosts: Sequence[str] | None,
-) -> int:
-    """The size of the replica sub-groups of a layout.
-
-    `ranks[replica][shard]` are global ranks and `hosts[rank]` says where each runs. An integer is
-    honoured or refused: it must divide the number of replicas; a replica group no larger than it is
-    used whole. `"auto"` and None keep traffic inside a node where a node holds several consecutive
-    replicas (nodes of unequal count: their greatest common divisor), and otherwise use the whole
-    group. Raises ValueError.
-    """
-    replicas = len(ranks)
-    if requested is None or requested == "auto":
-        return _replicas_per_node(ranks, hosts) if hosts else replicas
-    if isinstance(requested, bool) or not isinstance(requested, int) or requested < 1:
-        raise ValueError(
-            f"hsdp_replica_count must be 'auto', None or a positive integer, got {requested!r}"
-        )
-    if requested >= replicas:
-        return replicas
-    if replicas % requested:
-        possible = [n for n in range(1, replicas + 1) if replicas % n == 0]
-        raise ValueError(
-            f"hsdp_replica_count={requested} does not divide the {replicas} replicas; "
-            f"possible: {possible}"
-        )
-    return requested
-
-
-def _replicas_per_node(ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
-    common = 0
-    for column in zip(*ranks, strict=True):
-        for _, run in groupby(column, key=lambda rank: hosts[rank]):
-            common = math.gcd(common, len(list(run)))
-    return common if common > 1 else len(ranks)

@@ -13,10 +13,39 @@ from torch import Tensor
 
 from hyperopt import comm
 from hyperopt.assembly import Assembly
-from hyperopt.layout import local_tensor
+from hyperopt.layout import like_parameter, local_tensor
 from hyperopt.loading import check_keys
 from hyperopt.ownership import OwnedTensor, StateEntry, held_boxes
-from hyperopt.state import STEP, States, StateStore, from_pieces, state_shape, to_pieces
+from hyperopt.rules import UpdateRule
+from hyperopt.state import (
+    STEP,
+    States,
+    StateStore,
+    from_pieces,
+    gather_states,
+    local_part,
+    state_shape,
+    to_pieces,
+)
+
+
+def create_states(
+    assembly: Assembly, store: StateStore, rule: UpdateRule, gradients: Mapping[int, Tensor]
+) -> None:
+    """State of parameters that step for the first time: on owners; noted on every rank."""
+    for index, gradient in gradients.items():
+        if index in store.entries:
+            continue
+        with torch.device("meta"):
+            shapes = rule.new_state(
+                torch.empty(0, dtype=assembly.parameters[index].dtype),
+                torch.empty(0, dtype=gradient.dtype),
+            )
+        store.entries[index] = {key: t.dtype for key, t in shapes.items()}
+        if index in assembly.owned:
+            local = local_tensor(assembly.parameters[index])
+            own = (assembly.owned_part(index, t) for t in (local, gradient))
+            store.owned[index] = rule.new_state(*own)
 
 
 def owned_pieces(assembly: Assembly, store: StateStore) -> dict[str, OwnedTensor]:
@@ -88,6 +117,31 @@ def state_entries(
     for entry in table.values():
         entries.setdefault(indices[entry.fqn], {})[entry.key] = getattr(torch, entry.dtype)
     return entries
+
+
+def moved_states(
+    old: Assembly, new: Assembly, places: Mapping[int, int], store: StateStore
+) -> States:
+    """What this rank owns under a new plan, by new index. `places`: from old to new indices.
+    Collective: owners send, and the state of a parameter that lies differently is laid out anew."""
+    states: States = {}
+    gathered = gather_states(old.plan, old.executor.seats, store, old.parameters)
+    for index, state in gathered.items():
+        place, before = places[index], old.parameters[index]
+        after = new.parameters[place]
+        if after is not before:
+            state = {
+                key: value if key == STEP else _laid_out(value, before, new, place)
+                for key, value in state.items()
+            }
+        if place in new.owned:
+            states[place] = own_part(new, place, state)
+    return states
+
+
+def _laid_out(local: Tensor, before: Tensor, new: Assembly, place: int) -> Tensor:
+    whole = like_parameter(local, before)
+    return local_part(whole, new.parameters[place], new.boxes(place), new.names[place])
 
 
 def own_part(assembly: Assembly, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -54,6 +54,15 @@ class StateStore:
         self.entries.clear()
         self.synced = None
 
+    def describe(self, names: Sequence[str]) -> list[str]:
+        """What exists, and whether all of it is here, for comparison between ranks."""
+        known = [
+            f"{names[index]}.{key} ({dtype})"
+            for index, entry in self.entries.items()
+            for key, dtype in entry.items()
+        ]
+        return known if self.synced is None else [*known, "a copy of everything"]
+
     def visible(self) -> States:
         """What `optimizer.state` shows."""
         return self.owned if self.synced is None else self.synced
@@ -91,6 +100,12 @@ def _absent(parameter: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------- seam
+
+
+def local_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The shape of the local tensor of a shard that holds these boxes, at least one."""
+    intervals = zip(*(zip(b.offsets, b.sizes, strict=True) for b in boxes), strict=True)
+    return tuple(sum(size for _, size in set(along)) for along in intervals)
 
 
 def local_intervals(boxes: Sequence[Box]) -> Iterator[tuple[slice, ...]]:

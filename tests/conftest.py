@@ -1,4 +1,4 @@
-"""Settings for the whole suite, and the servers that it needs."""
+"""Settings for the whole suite, the servers that it needs, and what tests of devices need."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ settings.register_profile(
     "suite", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=True
 )
 settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `device` where there is none; torch is loaded only if there are any."""
+    marked = [item for item in items if item.get_closest_marker("device")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="torch.cuda.is_available() is False: no CUDA device")
+        for item in marked:
+            item.add_marker(skip)
 
 
 def _bucket() -> str:

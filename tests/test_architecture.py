@@ -27,12 +27,14 @@ PACKAGES = ("hyperopt", "ckpt", "cli")
 LAYERS = {
     "hyperopt": (
         ("ownership",),
-        ("sharing",),
+        ("sharing", "replica_count"),
+        ("symmetric",),
         ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
-        ("rules", "plan", "control"),
+        ("compiled",),
+        ("rules", "plan", "control", "torch_muon"),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
-        ("state_dicts", "loading"),
+        ("state_dicts", "loading", "agreement"),
         ("assembly",),
         ("seam",),
         ("distributed",),
