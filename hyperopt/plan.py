@@ -26,9 +26,9 @@ from hyperopt.sharing import (
 
 Gather = Literal["all_to_all", "all_gather"]
 
-SMALLEST_UNIT_BYTES = 4 * 2**20
+SMALLEST_UNIT_BYTES = 16 * 2**20
 """Wire bytes per replica below which a unit is not cut for the sake of overlap: latency, and larger
-batches of matrices, matter more then."""
+batches of matrices, matter more then (at 50 GB/s they are on the wire for 0.3 ms)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class PlanConfig:
     """Limits of a plan.
 
     `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
-    `units`: units at least, where each then has `SMALLEST_UNIT_BYTES`: with a single one nothing
-    overlaps.
+    `units`: of matrices, units at least, where each then has `SMALLEST_UNIT_BYTES`: with a single
+    one nothing overlaps.
     `gather`: how matrices travel to their compute rank: `all_to_all`, which sends nothing twice, or
     `all_gather`, for clusters on which all-to-all exhausts connections.
     `divide_bytes`: an element-wise parameter of at least this size may be divided by rows over the
@@ -314,6 +314,7 @@ def build_plan(
             parameters,
             layouts[key[0]],
             config,
+            overlap=whole_matrices,
         )
     )
     return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather, config.compile)
@@ -478,8 +479,12 @@ def _units(
     parameters: Sequence[ParameterSpec],
     layout: LayoutPlan,
     config: PlanConfig,
+    *,
+    overlap: bool,
 ) -> list[Unit]:
-    """Cut slots into rounds of bounded bytes, large slots first.
+    """Cut slots into rounds of bounded bytes, large slots first. `overlap`: into several, if there
+    is enough of them, so that matrices are computed while others travel. Element-wise updates take
+    less time than their parameters do on the wire, and gain nothing.
 
     Every round gives each (owner, compute shard) an equal part of its slots, so that the ranks
     stay balanced within a round and not only over the whole step.
@@ -496,8 +501,8 @@ def _units(
     cap = config.unit_bytes * layout.replica_count
     total = sum(map(wire_bytes, slots))
     travels = layout.replica_count > 1 or any(slot.compute is not None for slot in slots)
-    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count) if travels else 1
-    rounds = max(1, math.ceil(total / cap), min(config.units, worthwhile))
+    enough = total // (SMALLEST_UNIT_BYTES * layout.replica_count) if overlap and travels else 1
+    rounds = max(1, math.ceil(total / cap), min(config.units, enough))
     cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
     count = max((len(parts) for parts in cuts.values()), default=0)
     spec = parameters[slots[0].parameter]

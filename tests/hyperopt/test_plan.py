@@ -114,20 +114,19 @@ def test_units_are_bounded_and_large_slots_come_first() -> None:
     assert max(sizes[0]) >= max(sizes[-1])
 
 
-def test_units_are_cut_for_overlap_where_anything_travels() -> None:
-    parameters = [spec(f"p{i}", (1024, 1024)) for i in range(32)]  # 2 MiB each on the wire
+def test_matrices_are_cut_into_units_for_overlap_where_there_is_enough() -> None:
+    parameters = [spec(f"p{i}", (2048, 4096)) for i in range(16)]  # 16 MiB each on the wire
 
-    def units(layout: LayoutPlan, **options: int) -> int:
-        return len(
-            build_plan(parameters, [layout], PlanConfig(**options), whole_matrices=True).units
-        )
+    def units(layout: LayoutPlan, *, whole: bool = True, count: int = 4) -> int:
+        config = PlanConfig(units=count)
+        return len(build_plan(parameters, [layout], config, whole_matrices=whole).units)
 
-    assert units(hsdp(2, 2)) == 4
-    assert units(hsdp(2, 2), units=2) == 2
-    assert units(hsdp(2, 2), units=1) == 1
-    assert units(hsdp(4, 2)) == 4
+    assert SMALLEST_UNIT_BYTES == 16 * 2**20
+    assert [units(hsdp(2, 2), count=count) for count in (1, 2, 4, 100)] == [1, 2, 4, 4]
+    assert units(hsdp(4, 2)) == 2
+    assert units(hsdp(8, 2)) == 1
+    assert units(hsdp(2, 2), whole=False) == 1
     assert units(hsdp(2, 1, 1)) == 1
-    assert units(hsdp(2, 2), units=100) <= 64 // (SMALLEST_UNIT_BYTES // 2**20) // 2
 
 
 def test_owner_maps_are_per_replica_count() -> None:
