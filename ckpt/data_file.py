@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import xxhash
 from isal import isal_zlib
@@ -26,7 +27,16 @@ from ckpt.manifest import ChunkEntry, FileEntry
 from ckpt.storage import Writer
 from hyperopt.ownership import Box
 
-__all__ = ["ALIGNMENT", "DTYPES", "DType", "DataFileWriter", "entry_footer", "entry_header"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "ChunkWriter",
+    "DType",
+    "DataFileWriter",
+    "SummedFile",
+    "entry_footer",
+    "entry_header",
+]
 
 ALIGNMENT = 64
 """Alignment of the data in its archive and in the file, in bytes."""
@@ -223,6 +233,23 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------------- the writer
 
 
+class ChunkWriter(Protocol):
+    """Writes the chunks of one data file, one after the other, and checksums them on the way."""
+
+    def begin(self, key: str, box: Box, dtype: str) -> None:
+        """Start a chunk: its data follows by `write`, then `end`."""
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Append data to the chunk that was begun."""
+
+    def end(self) -> ChunkEntry:
+        """Finish the chunk. ValueError if its data was more or less than its box needs."""
+
+    def finish(self) -> FileEntry:
+        """Write what follows the last chunk; the file's entry for the manifest. The caller closes
+        the file."""
+
+
 @dataclass(slots=True)
 class _OpenChunk:
     """The chunk that is being written: what it is, where it began, checksums so far."""
@@ -236,14 +263,12 @@ class _OpenChunk:
     digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
 
-class DataFileWriter:
-    """Writes chunks to one data file in order, and checksums them on the way.
+class SummedFile:
+    """A file that is written in order, with its XXH3-128 and the checksums of its chunks.
 
-    `writer` is a fresh file; `name` its name inside the checkpoint. Data is written block by block
-    as it comes, without a copy; CRC-32 and both XXH3-128 are taken while a block is in cache.
-
-    `add` takes a chunk whose blocks can be iterated. Where blocks come from somewhere else (several
-    files are filled from one source), `begin`, `write` and `end` do the same in steps.
+    What every format's writer stands on: `put` takes bytes between chunks; `begin`, `write` and
+    `end` take a chunk, block by block as it comes, without a copy. CRC-32 and both XXH3-128 are
+    taken while a block is in cache.
     """
 
     def __init__(self, writer: Writer, name: str) -> None:
@@ -254,9 +279,95 @@ class DataFileWriter:
         self._chunk: _OpenChunk | None = None
 
     @property
+    def name(self) -> str:
+        """The file's name inside the checkpoint."""
+        return self._name
+
+    @property
     def size(self) -> int:
         """Bytes written so far."""
         return self._size
+
+    def put(self, data: bytes) -> None:
+        """Append bytes that belong to no chunk."""
+        self._writer.write(data)
+        self._file_hash.update(data)
+        self._size += len(data)
+
+    def begin(self, key: str, box: Box, dtype: str, entry_offset: int | None = None) -> None:
+        """Start a chunk, whose data begins here. `entry_offset` is where the archive around it has
+        begun, if there is one."""
+        self.check_ended()
+        start = self._size if entry_offset is None else entry_offset
+        self._chunk = _OpenChunk(key, box, dtype, start, self._size)
+
+    def check_ended(self) -> None:
+        """ValueError while a chunk is still open."""
+        if self._chunk is not None:
+            raise ValueError(f"{self._name}: tensor {self._chunk.key!r} has not been ended")
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Append data to the chunk that was begun."""
+        chunk = self._begun()
+        for part in _cache_sized(block):
+            chunk.digest.update(part)
+            self._file_hash.update(part)
+            chunk.crc32 = isal_zlib.crc32(part, chunk.crc32)
+            self._writer.write(part)
+            self._size += len(part)
+
+    def end(self, footer: Callable[[int], bytes] | None = None) -> ChunkEntry:
+        """Finish the chunk. `footer` gives the rest of the archive around it from its CRC-32.
+        ValueError if its data was more or less than its box needs."""
+        chunk = self._begun()
+        expected = chunk.box.elements * DTYPES[chunk.dtype].itemsize
+        if self._size - chunk.byte_offset != expected:
+            raise ValueError(
+                f"{self._name}: tensor {chunk.key!r}: got {self._size - chunk.byte_offset} bytes "
+                f"of data for a box that has {expected}"
+            )
+        if footer is not None:
+            self.put(footer(chunk.crc32))
+        self._chunk = None
+        return ChunkEntry(
+            key=chunk.key,
+            offsets=chunk.box.offsets,
+            sizes=chunk.box.sizes,
+            file=self._name,
+            byte_offset=chunk.byte_offset,
+            byte_length=expected,
+            entry_offset=chunk.entry_offset,
+            entry_length=self._size - chunk.entry_offset,
+            crc32=chunk.crc32,
+            xxh3_128=chunk.digest.hexdigest(),
+        )
+
+    def finish(self) -> FileEntry:
+        """The file's entry for the manifest."""
+        return FileEntry(self._name, self._size, self._file_hash.hexdigest())
+
+    def _begun(self) -> _OpenChunk:
+        if self._chunk is None:
+            raise ValueError(f"{self._name}: no chunk was begun")
+        return self._chunk
+
+
+class DataFileWriter:
+    """Writes chunks to one data file in order, each as an archive of its own.
+
+    `writer` is a fresh file; `name` its name inside the checkpoint. `add` takes a chunk whose
+    blocks can be iterated. Where blocks come from somewhere else (several files are filled from one
+    source), `begin`, `write` and `end` do the same in steps.
+    """
+
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._file = SummedFile(writer, name)
+        self._footer: Callable[[int], bytes] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.size
 
     def add(
         self, key: str, box: Box, dtype: str, blocks: Iterable[bytes | memoryview]
@@ -273,60 +384,26 @@ class DataFileWriter:
 
     def begin(self, key: str, box: Box, dtype: str) -> None:
         """Start a chunk: its data follows by `write`, then `end`."""
-        if self._chunk is not None:
-            raise ValueError(f"{self._name}: tensor {self._chunk.key!r} has not been ended")
-        self._write_small(bytes(-self._size % ALIGNMENT))
-        entry_offset = self._size
-        self._write_small(entry_header(dtype, box.sizes))
-        self._chunk = _OpenChunk(key, box, dtype, entry_offset, self._size)
+        self._file.check_ended()
+        self._file.put(bytes(-self._file.size % ALIGNMENT))
+        entry_offset = self._file.size
+        self._file.put(entry_header(dtype, box.sizes))
+        self._file.begin(key, box, dtype, entry_offset)
+        self._footer = functools.partial(entry_footer, dtype, box.sizes)
 
     def write(self, block: bytes | memoryview) -> None:
         """Append data to the chunk that was begun."""
-        chunk = self._begun()
-        for part in _cache_sized(block):
-            chunk.digest.update(part)
-            self._file_hash.update(part)
-            chunk.crc32 = isal_zlib.crc32(part, chunk.crc32)
-            self._writer.write(part)
-            self._size += len(part)
+        self._file.write(block)
 
     def end(self) -> ChunkEntry:
         """Finish the chunk. ValueError if its data was more or less than its box needs."""
-        chunk = self._begun()
-        expected = chunk.box.elements * DTYPES[chunk.dtype].itemsize
-        if self._size - chunk.byte_offset != expected:
-            raise ValueError(
-                f"{self._name}: tensor {chunk.key!r}: got {self._size - chunk.byte_offset} bytes "
-                f"of data for a box that has {expected}"
-            )
-        self._write_small(entry_footer(chunk.dtype, chunk.box.sizes, chunk.crc32))
-        self._chunk = None
-        return ChunkEntry(
-            key=chunk.key,
-            offsets=chunk.box.offsets,
-            sizes=chunk.box.sizes,
-            file=self._name,
-            byte_offset=chunk.byte_offset,
-            byte_length=expected,
-            entry_offset=chunk.entry_offset,
-            entry_length=self._size - chunk.entry_offset,
-            crc32=chunk.crc32,
-            xxh3_128=chunk.digest.hexdigest(),
-        )
+        entry = self._file.end(self._footer)
+        self._footer = None
+        return entry
 
     def finish(self) -> FileEntry:
         """The file's entry for the manifest. The caller closes the file."""
-        return FileEntry(self._name, self._size, self._file_hash.hexdigest())
-
-    def _begun(self) -> _OpenChunk:
-        if self._chunk is None:
-            raise ValueError(f"{self._name}: no chunk was begun")
-        return self._chunk
-
-    def _write_small(self, data: bytes) -> None:
-        self._writer.write(data)
-        self._file_hash.update(data)
-        self._size += len(data)
+        return self._file.finish()
 
 
 def _cache_sized(block: bytes | memoryview) -> Iterator[memoryview]:
