@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,6 +22,15 @@ import xxhash
 from isal import isal_zlib
 
 from ckpt.dtypes import DTYPES, DType
+from ckpt.formats.pickle_writer import encode_tensor
+from ckpt.formats.zip_records import (
+    ALIGNMENT,
+    Record,
+    data_descriptor,
+    data_header,
+    directory,
+    small_record,
+)
 from ckpt.manifest import ChunkEntry, FileEntry
 from ckpt.storage import Writer
 from hyperopt.ownership import Box
@@ -38,33 +46,11 @@ __all__ = [
     "entry_header",
 ]
 
-ALIGNMENT = 64
-"""Alignment of the data in its archive and in the file, in bytes."""
+_DATA = b"archive/data/0"
 
 _BLOCK = 1 << 18
 """Bytes handed to the three checksums at a time: small enough to stay in the processor's cache
 between them, large enough that the calls do not count."""
-
-_MAX_32 = 0xFFFFFFFF
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_END_64_LOCATOR = struct.Struct("<4sIQI")
-_VERSION = 45  # "version needed": 4.5 has zip64
-_STREAMED = 0x0808  # CRC and sizes follow the data; names are UTF-8
-_PADDING_ID = 0x4246
-_ZIP64_ID = 0x0001
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """One file in an archive, for the central directory."""
-
-    name: bytes
-    size: int
-    crc32: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +58,7 @@ class _Head:
     """Everything in front of the data: its bytes, and the records that they hold."""
 
     data: bytes
-    records: tuple[_Record, ...]
+    records: tuple[Record, ...]
     data_record_offset: int
 
 
@@ -85,149 +71,28 @@ def entry_footer(dtype: str, sizes: Sequence[int], crc32: int) -> bytes:
     """All bytes of an archive behind the data, given the CRC-32 of the data."""
     head = _head(dtype, tuple(sizes))
     size = math.prod(sizes) * DTYPES[dtype].itemsize
-    descriptor = struct.pack(
-        "<4sIQQ" if size > _MAX_32 else "<4sIII", b"PK\x07\x08", crc32, *[size] * 2
-    )
-    records = (*head.records, _Record(b"archive/data/0", size, crc32, head.data_record_offset))
-    directory = b"".join(_central_header(record) for record in records)
+    descriptor = data_descriptor(size, crc32)
+    data = Record(_DATA, size, crc32, head.data_record_offset, streamed=True)
     start = len(head.data) + size + len(descriptor)
-    return descriptor + directory + _end_records(len(records), len(directory), start)
+    return descriptor + directory((*head.records, data), start)
 
 
 @functools.lru_cache(maxsize=4096)
 def _head(dtype: str, sizes: tuple[int, ...]) -> _Head:
     small = (
-        (b"archive/data.pkl", _tensor_pickle(DTYPES[dtype], sizes)),
+        (b"archive/data.pkl", encode_tensor(DTYPES[dtype], sizes)),
         (b"archive/byteorder", b"little"),
         (b"archive/version", b"3\n"),
     )
     out = bytearray()
     records = []
     for name, content in small:
-        crc32 = isal_zlib.crc32(content)
-        records.append(_Record(name, len(content), crc32, len(out)))
-        out += _LOCAL.pack(
-            b"PK\x03\x04",
-            _VERSION,
-            0x0800,
-            0,
-            0,
-            0,
-            crc32,
-            len(content),
-            len(content),
-            len(name),
-            0,
-        )
-        out += name + content
+        data, record = small_record(name, content, len(out))
+        records.append(record)
+        out += data
     start = len(out)
-    size = math.prod(sizes) * DTYPES[dtype].itemsize
-    out += _data_header(start, b"archive/data/0", size)
+    out += data_header(start, _DATA, math.prod(sizes) * DTYPES[dtype].itemsize)
     return _Head(bytes(out), tuple(records), start)
-
-
-def _data_header(start: int, name: bytes, size: int) -> bytes:
-    """Local header of the data, padded so that the data is aligned. With zip64 the sizes that
-    follow the data have 8 bytes each, which the (empty) zip64 field announces."""
-    large = size > _MAX_32
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, 0, 0) if large else b""
-    end = start + _LOCAL.size + len(name) + len(extra) + 4
-    padding = -end % ALIGNMENT
-    extra += struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-    sizes = _MAX_32 if large else 0
-    head = _LOCAL.pack(
-        b"PK\x03\x04", _VERSION, _STREAMED, 0, 0, 0, 0, sizes, sizes, len(name), len(extra)
-    )
-    return head + name + extra
-
-
-def _central_header(record: _Record) -> bytes:
-    large = record.size > _MAX_32
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, record.size, record.size) if large else b""
-    size = _MAX_32 if large else record.size
-    flags = _STREAMED if record.name.endswith(b"/data/0") else 0x0800
-    return (
-        _CENTRAL.pack(
-            b"PK\x01\x02",
-            _VERSION,
-            _VERSION,
-            flags,
-            0,
-            0,
-            0,
-            record.crc32,
-            size,
-            size,
-            len(record.name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            record.offset,
-        )
-        + record.name
-        + extra
-    )
-
-
-def _end_records(count: int, length: int, start: int) -> bytes:
-    """End of central directory; in front of it its zip64 form where the offset needs one."""
-    if start <= _MAX_32:
-        return _END.pack(b"PK\x05\x06", 0, 0, count, count, length, start, 0)
-    wide = _END_64.pack(b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, length, start)
-    locator = _END_64_LOCATOR.pack(b"PK\x06\x07", 0, start + length, 1)
-    return wide + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, length, _MAX_32, 0)
-
-
-# ------------------------------------------------------------------------------ the tensor's pickle
-
-
-def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
-    """Pickle (protocol 2) of a contiguous tensor, as `torch.save` writes it: a call of
-    `_rebuild_tensor_v2(storage, offset, sizes, strides, requires_grad, hooks)`, or of
-    `_rebuild_tensor_v3(..., dtype)` for a dtype without a storage class."""
-    count = math.prod(sizes)
-    typed = dtype.storage_class is not None
-    rebuild = b"ctorch._utils\n_rebuild_tensor_v%d\n" % (2 if typed else 3)
-    if typed:
-        storage = _persistent_storage(b"ctorch\n%s\n" % str(dtype.storage_class).encode(), count)
-    else:
-        kind = b"ctorch.storage\nUntypedStorage\n"
-        storage = _persistent_storage(kind, count * dtype.itemsize)
-    hooks = b"ccollections\nOrderedDict\n)R"
-    last = b"" if typed else b"ctorch\n%s\n" % dtype.name.encode()
-    arguments = storage + _pickle_int(0) + _pickle_ints(sizes) + _pickle_ints(_strides(sizes))
-    return b"\x80\x02" + rebuild + b"(" + arguments + b"\x89" + hooks + last + b"tR."
-
-
-def _persistent_storage(kind: bytes, count: int) -> bytes:
-    """The persistent id ('storage', kind, '0', 'cpu', count)."""
-    texts = _pickle_text(b"0") + _pickle_text(b"cpu")
-    return b"(" + _pickle_text(b"storage") + kind + texts + _pickle_int(count) + b"tQ"
-
-
-def _pickle_text(text: bytes) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text
-
-
-def _pickle_int(value: int) -> bytes:
-    if value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    size = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
-
-def _pickle_ints(values: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_pickle_int, values)) + b"t"
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Contiguous strides, as torch gives them: a dim of size 0 counts as 1."""
-    strides = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
-    return tuple(strides)
 
 
 # --------------------------------------------------------------------------------------- the writer

@@ -38,7 +38,10 @@ LAYERS = {
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema"),
-        ("manifest_checks", "formats", "formats.inert_pickle", "state", "state.values"),
+        (
+            *("manifest_checks", "formats", "formats.inert_pickle", "formats.pickle_writer"),
+            *("formats.zip_records", "state", "state.values"),
+        ),
         ("manifest", "topology"),
         ("storage.protocol", "storage.local", "storage.remote"),
         (
@@ -46,10 +49,16 @@ LAYERS = {
             *("formats.torch_archive", "formats.dcp_reader", "formats.dcp", "coverage"),
             "verify_data",
         ),
-        ("formats.dcp_writer", "formats.target", "reshard.rounding"),
-        ("formats.safetensors", "reshard.rewrite"),
+        (
+            *("formats.dcp_writer", "formats.target", "formats.record", "formats.state_tree"),
+            "reshard.rounding",
+        ),
+        ("formats.safetensors", "formats.torch_file", "reshard.rewrite"),
+        ("formats.safetensors_reader", "formats.torch_reader"),
+        ("formats.ranks",),
+        ("formats.foreign",),
         ("checkpoint", "commit", "summary"),
-        ("reshard.plan",),
+        ("reshard.plan", "reshard.view"),
         ("reshard.execute", "verify", "runs", "diff"),
         ("reshard", "coordinator", "state.tensors", "state.rng", "state.part", "state.groups"),
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),

@@ -23,6 +23,12 @@ FORMATS: tuple[FormatName, ...] = ("dcp", "ranks", "torch", "safetensors")
 RECORD_NAME = "hyperopt-ckpt"
 """Under this name a file of a foreign format carries the manifest, without files, as text."""
 
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""By these a file is taken for one that `torch.save` wrote."""
+
+SINGLE_FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+"""By these a path names a file of a known format rather than a directory."""
+
 OpenFile = Callable[[Writer, str], ChunkWriter]
 """Makes a format's writer for a fresh file, given the file's name inside the checkpoint."""
 
