@@ -29,7 +29,8 @@ class Checkpoint:
 
     Opening it reads the manifest only; the index files are read, checked and kept when they are
     first asked for. `foreign` marks one of another program (or a part of one, under other names),
-    whose manifest is made up: with empty checksums of files and chunks.
+    whose manifest is made up: with empty checksums of files and chunks. `whole_directory` is
+    false where it is a single file, whose neighbours are none of its business.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Checkpoint:
         storage: Storage,
         manifest: Manifest,
         read_indexes: Callable[[], Iterable[Index]] | None = None,
+        whole_directory: bool = True,
     ) -> None:
+        self.whole_directory = whole_directory
         self.storage = storage
         self.manifest = manifest
         self.foreign = read_indexes is not None
@@ -108,7 +111,7 @@ def open_checkpoint(
 
         found = open_foreign(storage, options or SourceOptions(), only)
         if found is not None:
-            return Checkpoint(storage, found.manifest, found.read_indexes)
+            return Checkpoint(storage, found.manifest, found.read_indexes, only is None)
     raise NotFoundError(
         f"{storage.url}: no checkpoint here (neither {MANIFEST_NAME} nor {METADATA_NAME}, nor "
         "files of safetensors or torch.save)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ckpt.formats.dcp_reader import foreign_manifest, read_foreign, read_indexes
+from ckpt.formats.dcp_objects import full_manifest, with_model_name
+from ckpt.formats.dcp_reader import read_foreign, read_indexes
 from ckpt.formats.ranks import is_file_name, read_ranks
 from ckpt.formats.safetensors import INDEX_SUFFIX, SUFFIX
 from ckpt.formats.safetensors_reader import read_safetensors
@@ -65,6 +66,6 @@ def _files(storage: Storage) -> list[str]:
 
 
 def _open_dcp(storage: Storage) -> ForeignCheckpoint:
-    foreign = read_foreign(storage)
-    manifest = foreign_manifest(storage, foreign)
+    foreign = with_model_name(read_foreign(storage))
+    manifest = full_manifest(storage, foreign)
     return ForeignCheckpoint("dcp", manifest, lambda: read_indexes(storage, foreign))
