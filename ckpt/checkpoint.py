@@ -81,6 +81,11 @@ def _by_key(indexes: Iterable[Index]) -> dict[str, list[ChunkEntry]]:
     return chunks
 
 
+def has_own_indexes(storage: Storage) -> bool:
+    """Whether index files of a save of ours are there."""
+    return any(file.name.startswith("index-") for file in _files(storage))
+
+
 def _files(storage: Storage) -> list[StoredFile]:
     try:
         return storage.list()
@@ -101,7 +106,7 @@ def open_checkpoint(
     storage, only = _located(source)
     if only is None and storage.exists(MANIFEST_NAME):
         return Checkpoint(storage, read_manifest(storage))
-    if only is None and any(file.name.startswith("index-") for file in _files(storage)):
+    if only is None and has_own_indexes(storage):
         raise CorruptError(
             f"{storage.url}: {MANIFEST_NAME} is missing beside the index files: the checkpoint was "
             "never committed, or was damaged"

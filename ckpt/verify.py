@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 import xxhash
 
-from ckpt.checkpoint import Checkpoint, open_checkpoint
+from ckpt.checkpoint import Checkpoint, has_own_indexes, open_checkpoint
 from ckpt.coverage import check_coverage
 from ckpt.errors import CheckpointError, CorruptError, IncompatibleError, UsageError
 from ckpt.formats.dcp_objects import with_model_name
@@ -123,7 +123,8 @@ def verify_checkpoint(
 def _open(storage: Storage) -> Checkpoint:
     """As `open_checkpoint`; but of torch.distributed.checkpoint without the objects that are no
     tensors, whose damage is to be reported one by one."""
-    if storage.exists(MANIFEST_NAME) or not storage.exists(METADATA_NAME):
+    own = storage.exists(MANIFEST_NAME) or has_own_indexes(storage)
+    if own or not storage.exists(METADATA_NAME):
         return open_checkpoint(storage)
     foreign = with_model_name(read_foreign(storage))
     manifest = foreign_manifest(storage, foreign)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
+from ckpt.errors import UsageError
 from ckpt.formats.dcp_objects import full_manifest, with_model_name
 from ckpt.formats.dcp_reader import read_foreign, read_indexes
 from ckpt.formats.ranks import is_file_name, read_ranks
@@ -24,6 +28,22 @@ class SourceOptions:
 
     parameter_order: tuple[str, ...] = ()
     mesh: MeshSpec | None = None
+
+
+def parse_parameter_order(text: str, where: str) -> tuple[str, ...]:
+    """Names of parameters: a JSON list, or one a line. UsageError for anything else."""
+    if text.lstrip().startswith("["):
+        try:
+            names = msgspec.json.decode(text, type=list[str])
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{where}: not a JSON list of names: {error}") from None
+    else:
+        names = [line.strip() for line in text.splitlines() if line.strip()]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None or not names:
+        what = "names nothing" if twice is None else f"names {twice!r} twice"
+        raise UsageError(f"{where}: {what}; give every parameter once, in the optimizer's order")
+    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ PREFIX_NAME = f"{RECORD_NAME}.prefix"
 DTYPES_NAME = f"{RECORD_NAME}.dtypes"
 """In `__metadata__`: JSON of the torch dtypes of tensors that the format itself cannot name."""
 
-DEFAULT_SHARD_BYTES = 5 * 10**9
+DEFAULT_SHARD_BYTES = 5 * 2**30
 
 CODES = {
     "float64": "F64",

@@ -32,6 +32,9 @@ MIB = 1024 * 1024
 DEFAULT_MEMORY = 128 * MIB
 SMALLEST_BUFFER = 64 * 1024
 
+ASSUMED_SPEED = 500e6
+"""Bytes a second, read and written at once, of a plain network disk."""
+
 DATA_SUFFIX = ".distcp"
 DATA_SUFFIXES = (DATA_SUFFIX, ".pt", ".safetensors", ".safetensors.index.json")
 """By these a file beside the manifest is known as tensor data, in any format."""
@@ -110,6 +113,11 @@ class ReshardPlan:
     def peak_memory(self) -> int:
         """Bytes of all buffers."""
         return self.workers * self.buffer_bytes
+
+    @property
+    def seconds_estimate(self) -> float:
+        """About how long it takes at `ASSUMED_SPEED`: a guess, to tell minutes from hours."""
+        return max(self.bytes_read, self.bytes_written) / ASSUMED_SPEED
 
     @property
     def fan_in(self) -> int:

@@ -4,6 +4,8 @@ run, so that `--help` and the torch-free commands start fast."""
 from collections.abc import Callable
 from typing import Any
 
+from cli.commands.adopt import adopt
+from cli.commands.convert import convert
 from cli.commands.demo import demo
 from cli.commands.diff import diff
 from cli.commands.inspect import inspect
@@ -19,5 +21,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "diff": diff,
     "latest": latest,
     "reshard": reshard,
+    "convert": convert,
+    "adopt": adopt,
     "demo": demo,
 }
