@@ -16,6 +16,7 @@ import msgspec
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.formats.dcp_reader import ForeignMetadata, ObjectPath, StoredEntry, foreign_manifest
+from ckpt.formats.record import with_parameter_shapes
 from ckpt.formats.torch_archive import TorchArchive
 from ckpt.manifest import GroupEntry, Manifest, TensorEntry
 from ckpt.state.values import encode_value, tagged
@@ -132,7 +133,8 @@ class _Sorter:
         for optimizer, values in self.states.items():
             extras[optimizer] = {"state": _encoded(optimizer, values)}
         groups = (*self._nested_groups(), *self._flat_groups())
-        return msgspec.structs.replace(manifest, groups=groups, extras=extras)
+        tensors = with_parameter_shapes(self.tensors)
+        return msgspec.structs.replace(manifest, tensors=tensors, groups=groups, extras=extras)
 
     def _nested_groups(self) -> list[GroupEntry]:
         out = []

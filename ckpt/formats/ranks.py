@@ -17,7 +17,7 @@ import msgspec
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import IncompatibleError, NotFoundError, UsageError
-from ckpt.formats.record import foreign_files, modified
+from ckpt.formats.record import foreign_files, modified, with_parameter_shapes
 from ckpt.formats.state_tree import OptimizerKeys
 from ckpt.formats.target import Contents, FormatName, OpenFile, PlannedFile
 from ckpt.formats.torch_archive import RawTensor
@@ -261,7 +261,7 @@ def _foreign(
         created=modified(storage, files[0]),
         producer={"torch.save": ""},
         topology=topology,
-        tensors=tensors,
+        tensors=with_parameter_shapes(tensors),
         files=foreign_files(storage, files),
         indexes=(),
         groups=tuple(first.groups),

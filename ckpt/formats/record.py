@@ -35,6 +35,23 @@ def modified(storage: Storage, name: str) -> str:
     return datetime.fromtimestamp(found.modified, UTC).isoformat(timespec="seconds")
 
 
+def with_parameter_shapes(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The same with the parameter's shape where that of its state differs (a 0-D `step`): that of
+    the tensor of its name, or of another state that has dims."""
+    shapes = {key.partition(".")[2]: e.shape for key, e in tensors.items() if e.parameter is None}
+    for entry in tensors.values():
+        if entry.parameter is not None and entry.shape:
+            shapes.setdefault(entry.parameter, entry.shape)
+    return {key: _with_shape(entry, shapes) for key, entry in tensors.items()}
+
+
+def _with_shape(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
+    shape = shapes.get(entry.parameter or "", entry.shape)
+    if entry.parameter is None or shape == entry.shape:
+        return entry
+    return msgspec.structs.replace(entry, parameter_shape=shape)
+
+
 def made_manifest(
     producer: str,
     created: str,
@@ -51,7 +68,7 @@ def made_manifest(
             created=created,
             producer={producer: ""},
             topology=Topology(1, ()),
-            tensors=dict(tensors),
+            tensors=with_parameter_shapes(tensors),
             files=files,
             indexes=(),
             groups=groups,

@@ -20,7 +20,7 @@ from typing import Literal
 from ckpt.checkpoint import Checkpoint
 from ckpt.commit import check_coverage
 from ckpt.data_file import DTYPES
-from ckpt.errors import UsageError
+from ckpt.errors import NotFoundError, UsageError
 from ckpt.formats.target import Contents, DcpFormat, FormatName, PlannedFile, TargetFormat
 from ckpt.manifest import METADATA_NAME, FileEntry, Manifest, TensorEntry
 from ckpt.planner import PlannedChunk
@@ -165,6 +165,7 @@ def plan_reshard(
     check_coverage(manifest.tensors, checkpoint.indexes)
     reason = _reason_to_rewrite(checkpoint, target, target_format)
     kept, notes = _kept_files(manifest, target.world_size)
+    notes += tuple(_damage(checkpoint)) if reason is not None else ()
     files: tuple[TargetFile, ...] = ()
     read = written = 0
     if reason is not None:
@@ -278,6 +279,21 @@ def _kept_files(
         f"{', …' if len(lost) > 3 else ''}"
     )
     return kept, (note,)
+
+
+def _damage(checkpoint: Checkpoint) -> Iterator[str]:
+    """What is wrong with the source's files beside its tensors, as far as their sizes tell; the
+    tensors' own bytes are checked while they are read."""
+    if checkpoint.foreign:
+        return
+    for file in checkpoint.manifest.files:
+        try:
+            size = checkpoint.storage.size(file.name)
+        except NotFoundError:
+            yield f"the source is damaged: {file.name} is missing"
+            continue
+        if size != file.size:
+            yield f"the source is damaged: {file.name} has {size} bytes instead of {file.size}"
 
 
 def is_tensor_data(file: FileEntry) -> bool:

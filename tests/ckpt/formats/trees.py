@@ -99,7 +99,9 @@ def converted(
     """The checkpoint in another format, through small buffers."""
     plan = plan_reshard(source, mesh, to=to, workers=2, memory_limit=2 * 64 * KIB, **options)
     result = execute_reshard(plan, source, open_storage(root), name)
-    assert result.bytes_written == plan.bytes_written
+    # Per-rank files are no tensors; where they cannot be linked they are copied, and counted.
+    kept = sum(file.size for file in plan.kept)
+    assert result.bytes_written - plan.bytes_written in (0, kept)
     return open_checkpoint(root / name), plan
 
 
