@@ -101,7 +101,7 @@ def converted(
     result = execute_reshard(plan, source, open_storage(root), name)
     # Per-rank files are no tensors; where they cannot be linked they are copied, and counted.
     kept = sum(file.size for file in plan.kept)
-    assert result.bytes_written - plan.bytes_written in (0, kept)
+    assert plan.mode == "links" or result.bytes_written - plan.bytes_written in (0, kept)
     return open_checkpoint(root / name), plan
 
 
