@@ -29,7 +29,7 @@ from benchmarks.report import Result, publish
 from hyperopt import split_params
 from hyperopt.hooks import MuonHooks
 from hyperopt.layout import Layout
-from hyperopt.ownership import MeshSpec, Placement, imbalance
+from hyperopt.ownership import MeshSpec, Placement
 from hyperopt.plan import (
     LayoutPlan,
     ParameterSpec,
@@ -37,8 +37,8 @@ from hyperopt.plan import (
     Slot,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
+from hyperopt.replica_count import resolve_replica_count
 from hyperopt.rules import AdamWRule, MuonRule, UpdateRule
 
 RANKS_PER_NODE = 8
@@ -301,25 +301,13 @@ def whole_jobs_bound(costs: Sequence[float], workers: int) -> float:
 def owner_imbalance(plan: StepPlan) -> float:
     """Cost of the busiest replica over the mean one, the worst of the replica counts: owners are
     balanced among the parameters whose state as many replicas share."""
-    by_count: dict[int, list[float]] = {}
-    for slot in plan.slots:
-        spec = plan.parameters[slot.parameter]
-        count = plan.layouts[spec.layout].replica_count
-        by_count.setdefault(count, [0.0] * count)[slot.owner] += spec.cost
-    return max(map(imbalance, by_count.values()), default=1.0)
+    return max((owners.imbalance for owners in plan.ownership()), default=1.0)
 
 
-def concentration(plan: StepPlan) -> str | None:
-    """What to say where one tensor is more than a replica's share, or None."""
-    largest = max(plan.parameters, key=lambda p: p.cost)
-    share = largest.cost / sum(p.cost for p in plan.parameters)
-    replicas = plan.layouts[largest.layout].replica_count
-    if share * replicas <= 1:
-        return None
-    return (
-        f"{largest.fqn} is {share:.1%} of the bytes and has one owner, of {replicas} replicas: no "
-        "assignment of whole tensors is balanced"
-    )
+def divisions(plan: StepPlan) -> str | None:
+    """What to say of parameters that are divided by rows, or None."""
+    divided = {plan.parameters[slot.parameter].fqn for slot in plan.slots if slot.divided}
+    return f"divided by rows: {', '.join(sorted(divided))}" if divided else None
 
 
 def scarcity(plan: StepPlan) -> str | None:
@@ -361,7 +349,12 @@ def measures(
     return [
         row.result("muon flops, owners", owners["muon"], "even", 1.0, reach=imbalance_reach),
         row.result(
-            "adamw bytes, owners", owners["adamw"], "even", 1.0, note=concentration(plans["adamw"])
+            "adamw bytes, owners",
+            owners["adamw"],
+            "even",
+            1.0,
+            reach=imbalance_reach,
+            note=divisions(plans["adamw"]),
         ),
         row.result(
             "flops, busiest rank",

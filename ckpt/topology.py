@@ -21,8 +21,8 @@ from hyperopt.ownership import (
     Ownership,
     ParameterPlacement,
     Placement,
-    assign_owners,
 )
+from hyperopt.sharing import EVERY_OWNER, divided_slots, shard_boxes, share_owners
 
 REPLICATE_NAMES = ("replicate", "dp_replicate", "ddp")
 """Mesh dim names that mean replicas where the checkpoint itself does not say."""
@@ -385,7 +385,12 @@ def _new_owners(
         )
     states = states_of(manifest)
     return tuple(
-        _reassigned(entry, _replica_group(entry, placed, states, world_size), replica_count)
+        _reassigned(
+            entry,
+            _replica_group(entry, placed, states, world_size),
+            replica_count,
+            _parameter_placements(entry, placed, states),
+        )
         for entry in manifest.ownership
     )
 
@@ -415,7 +420,25 @@ def _replicas(at: ParameterPlacement, world_size: int) -> int:
     return math.prod(size for size, placement in pairs if placement.dim is None)
 
 
-def _reassigned(entry: OwnershipEntry, group: int, replica_count: int | None) -> OwnershipEntry:
+def _parameter_placements(
+    entry: OwnershipEntry, placed: Mapping[str, PlacedTensor], states: Mapping[str, StateOf]
+) -> dict[str, ParameterPlacement]:
+    """Where the parameters of an optimizer lie on the target, by FQN."""
+    return {
+        of.parameter: placed[key].placement
+        for key, of in states.items()
+        if of.optimizer == entry.optimizer
+    }
+
+
+def _reassigned(
+    entry: OwnershipEntry,
+    group: int,
+    replica_count: int | None,
+    placements: Mapping[str, ParameterPlacement],
+) -> OwnershipEntry:
+    """The owner map for another number of replicas. Parameters that were divided by rows may be
+    divided again, by the rows that the target's shards hold."""
     count = group if replica_count is None else replica_count
     if count < 1 or group % count:
         possible = ", ".join(str(n) for n in range(1, group + 1) if group % n == 0)
@@ -423,9 +446,28 @@ def _reassigned(entry: OwnershipEntry, group: int, replica_count: int | None) ->
             f"replica count {count} does not divide the {group} replicas that optimizer "
             f"{entry.optimizer!r} has on this mesh; possible counts: {possible}"
         )
-    owners = assign_owners([slot.cost for slot in entry.slots], count)
+    costs: dict[str, float] = {}
+    for slot in entry.slots:
+        costs[slot.fqn] = costs.get(slot.fqn, 0.0) + slot.cost
+    divisible = {slot.fqn for slot in entry.slots if slot.rows is not None}
+    owners = share_owners(
+        list(costs.values()), count, [fqn in divisible and fqn in placements for fqn in costs]
+    )
     slots = tuple(
-        SlotEntry(slot.fqn, owner, slot.cost, slot.rows)
-        for slot, owner in zip(entry.slots, owners, strict=True)
+        slot
+        for (fqn, cost), owner in zip(costs.items(), owners, strict=True)
+        for slot in _slot_entries(fqn, cost, owner, count, placements)
     )
     return OwnershipEntry(entry.optimizer, entry.member, count, slots)
+
+
+def _slot_entries(
+    fqn: str, cost: float, owner: int, count: int, placements: Mapping[str, ParameterPlacement]
+) -> list[SlotEntry]:
+    if owner != EVERY_OWNER:
+        return [SlotEntry(fqn, owner, cost)]
+    at = placements[fqn]
+    sizes = () if at.mesh is None else at.mesh.sizes
+    boxes = shard_boxes(at.shape, sizes, at.placements)
+    slots = divided_slots(fqn, cost, at.shape, boxes, count)
+    return [SlotEntry(slot.fqn, slot.owner, slot.cost, slot.rows) for slot in slots]

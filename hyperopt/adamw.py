@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from hyperopt.distributed import DistributedOptimizer
 from hyperopt.hyperparameters import check_number
-from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.plan import PlanConfig
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import AdamWRule
 
 

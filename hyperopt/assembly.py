@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm
+from hyperopt import agreement, comm
+from hyperopt.control import control_group
 from hyperopt.executor import Executor
-from hyperopt.layout import Layout, layout_of, local_tensor
+from hyperopt.layout import Layout, layout_of, local_tensor, matrix_shape
 from hyperopt.ownership import Box, ParameterPlacement
 from hyperopt.plan import (
     LayoutPlan,
     ParameterSpec,
     PlanConfig,
-    ReplicaCount,
+    Slot,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
 from hyperopt.preflight import Domain
+from hyperopt.replica_count import ReplicaCount, resolve_replica_count
 from hyperopt.rules import UpdateRule
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -46,29 +49,42 @@ def group_names(group: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A plan in place on this rank; sequences are by parameter index, the order of the groups."""
+    """A plan in place on this rank; sequences are by parameter index, the order of the groups.
+
+    `owned`: the slot that this rank owns of a parameter, where it owns one.
+    """
 
     parameters: tuple[Tensor, ...]
     names: tuple[str, ...]
     executor: Executor
     domains: tuple[Domain, ...]
-    digest: bytes
+    owned: Mapping[int, Slot]
 
     @property
     def plan(self) -> StepPlan:
         """The plan, the same on all ranks of a mesh."""
         return self.executor.plan
 
-    def owns(self, index: int) -> bool:
-        """Whether the state of a parameter lives on this rank."""
-        seat = self.executor.seats[self.plan.parameters[index].layout]
-        return self.plan.slots[index].owner == seat.coordinate
+    def owned_part(self, index: int, local: Tensor) -> Tensor:
+        """The part of a parameter's local tensor that this rank owns. A view."""
+        layout = self.plan.layouts[self.plan.parameters[index].layout]
+        return self.owned[index].part_of(local, layout.replica_count)
 
     def boxes(self, index: int) -> tuple[Box, ...]:
         """The boxes of a parameter that this rank holds."""
         spec = self.plan.parameters[index]
         layout = self.plan.layouts[spec.layout].layout
         return layout.shard_boxes(spec.shape)[self.executor.seats[spec.layout].shard]
+
+    def fits(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these groups are the ones that were planned: the same parameters, in order."""
+        members = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
+        return len(members) == len(self.parameters) and all(
+            p is planned and number == spec.group
+            for (p, number), planned, spec in zip(
+                members, self.parameters, self.plan.parameters, strict=True
+            )
+        )
 
     def placements(self) -> dict[str, ParameterPlacement]:
         """Placement and owner per parameter name."""
@@ -78,10 +94,10 @@ class Assembly:
                 spec.shape,
                 layout.layout.mesh,
                 layout.layout.placements,
-                (slot,),
+                parts,
                 layout.replica_count,
             )
-            for spec, slot in zip(self.plan.parameters, slots, strict=True)
+            for spec, parts in zip(self.plan.parameters, slots, strict=True)
             for layout in (self.plan.layouts[spec.layout],)
         }
 
@@ -93,39 +109,87 @@ def assemble(
     replica_count: ReplicaCount,
     replicate_group: dist.ProcessGroup | None,
     config: PlanConfig,
+    previous: Mapping[Tensor, int] | None = None,
+    error: Exception | None = None,
 ) -> Assembly:
-    """Plan, take seats, and check that the ranks of each mesh have the same plan. Collective.
+    """Plan, check that the ranks of each mesh have the same plan, and take seats. Collective over
+    the world.
+
+    `previous`: owners that parameters had before, kept where that balances as well. `error`: what
+    this rank has met before, to be raised once the others know.
 
     Raises:
-        ValueError: for a layout or replica count that cannot work, when this rank's shards are not
-            those that the plan computes, and on every rank of a mesh when plans differ.
+        Exception: `error`.
+        ValueError: for a layout or replica count that cannot work, and when this rank's shards are
+            not those that the plan computes; on every rank of the world when another rank cannot
+            go on, or when plans of one mesh differ.
     """
-    parameters = tuple(p for group in groups for p in group["params"])
+    hosts = agreement.share_hosts(socket.gethostname(), error)
+    draft = agreement.Draft()
+    try:
+        _check_arguments(config, replicate_group)
+        parameters, names = _members(groups)
+        found = [layout_of(p, replicate_group) for p in parameters]
+        layouts = list(dict.fromkeys(found))
+        plan = build_plan(
+            list(_specs(groups, names, [layouts.index(x) for x in found], rule)),
+            [_plan_layout(layout, replica_count, hosts) for layout in layouts],
+            config,
+            whole_matrices=rule.whole_matrices,
+            whole_parameters=rule.whole_parameters,
+            previous=[(previous or {}).get(p) for p in parameters],
+        )
+        _check_shards(plan, parameters)
+        meshes = {_ranks(layout): None for layout in plan.layouts}
+        drafts = {
+            agreement.mesh_key(ranks): _identity(plan, ranks, rule, config)
+            for ranks in meshes
+            if ranks
+        }
+        draft = agreement.Draft(drafts, len(parameters))
+    except Exception as problem:
+        error = problem
+    agreement.agree_on_drafts(draft, error)
+    executor = Executor(plan, rule, comm.take_seats(plan.layouts, parameters))
+    owned = {
+        slot.parameter: slot
+        for slot in plan.slots
+        if slot.owner == executor.seats[plan.parameters[slot.parameter].layout].coordinate
+    }
+    domains = _find_domains(plan, rule, config)
+    return Assembly(parameters, names, executor, domains, owned)
+
+
+def _check_arguments(config: PlanConfig, replicate_group: dist.ProcessGroup | None) -> None:
+    if not isinstance(config, PlanConfig):
+        raise TypeError(f"plan must be a PlanConfig, got {config!r}")
+    if replicate_group is not None and not isinstance(replicate_group, dist.ProcessGroup):
+        raise TypeError(
+            "replicate_group must be a process group that this rank belongs to, got "
+            f"{replicate_group!r}"
+        )
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """The parameters of all groups and their names, of which none may occur twice."""
     names = tuple(name for group in groups for name in group_names(group))
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice and all("param_names" in group for group in groups):
         raise ValueError(f"several parameters have the same name: {twice[:10]}")
-    by_parameter = [layout_of(p, replicate_group) for p in parameters]
-    layouts = list(dict.fromkeys(by_parameter))
-    hosts = comm.gather_hosts()
-    specs = list(_specs(groups, names, [layouts.index(x) for x in by_parameter], rule))
-    plan = build_plan(
-        specs,
-        [_plan_layout(layout, replica_count, hosts) for layout in layouts],
-        config,
-        whole_matrices=rule.whole_matrices,
-    )
-    executor = Executor(plan, rule, comm.take_seats(plan.layouts, parameters))
-    digest = plan.digest()
-    assembly = Assembly(parameters, names, executor, _find_domains(plan), digest)
-    _check_plans(assembly)
-    _check_shards(assembly)
-    return assembly
+    return tuple(p for group in groups for p in group["params"]), names
 
 
-def _plan_layout(
-    layout: Layout, replica_count: ReplicaCount, hosts: Sequence[str] | None
-) -> LayoutPlan:
+def _identity(plan: StepPlan, ranks: comm.Ranks, rule: UpdateRule, config: PlanConfig) -> bytes:
+    """32 bytes that differ where these ranks would not issue the same collectives in a step:
+    because of what they share of the plan, of the rule (hooks add some, and change what travels),
+    or of the replica guard."""
+    traits = (type(rule).__name__, rule.sends_parameters, rule.runs_user_code)
+    known = hashlib.blake2b(plan.digest(ranks), digest_size=32)
+    known.update(repr((traits, config.check_replicas_every)).encode())
+    return known.digest()
+
+
+def _plan_layout(layout: Layout, replica_count: ReplicaCount, hosts: Sequence[str]) -> LayoutPlan:
     ranks = layout.rank_table()
     known = hosts if layout.mesh is not None else None
     return LayoutPlan(layout, ranks, resolve_replica_count(replica_count, ranks, known))
@@ -150,38 +214,77 @@ def _specs(
             wire=str(wire).removeprefix("torch."),
             wire_itemsize=wire.itemsize,
             dtype=str(parameter.dtype).removeprefix("torch."),
+            matrices=matrix_shape(shape) if rule.whole_matrices else None,
         )
 
 
-def _find_domains(plan: StepPlan) -> tuple[Domain, ...]:
-    """The sets of ranks that must agree, each with its parameters; one control group each."""
-    members: dict[tuple[int, ...], list[int]] = {}
+def _ranks(layout: LayoutPlan) -> comm.Ranks:
+    """The ranks that a layout's parameters live on; none for those that share nothing."""
+    return layout.all_ranks() if layout.layout.mesh is not None else ()
+
+
+def _find_domains(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> tuple[Domain, ...]:
+    """The sets of ranks that must agree, each with its parameters; one control group each.
+
+    Small ones first: what goes wrong there is told to the larger ones that they are part of.
+    Parameters that share nothing come last: their error is this rank's own, and its peers must have
+    heard of it by then.
+    """
+    members: dict[comm.Ranks, list[int]] = {}
     for index, spec in enumerate(plan.parameters):
-        layout = plan.layouts[spec.layout]
-        ranks = layout.all_ranks() if layout.layout.mesh is not None else ()
-        members.setdefault(ranks, []).append(index)
+        members.setdefault(_ranks(plan.layouts[spec.layout]), []).append(index)
+    order = sorted(members, key=lambda ranks: (not ranks, len(ranks), ranks))
     return tuple(
-        Domain(comm.control_group(ranks), tuple(indices))
-        for ranks, indices in sorted(members.items())
+        Domain(control_group(ranks), tuple(members[ranks]), _identity(plan, ranks, rule, config))
+        for ranks in order
     )
 
 
-def _check_plans(assembly: Assembly) -> None:
-    for domain in assembly.domains:
-        everyone = comm.gather_objects((assembly.digest, len(assembly.parameters)), domain.group)
-        if len(set(everyone)) > 1:
+def find_again(
+    old: Assembly, groups: Sequence[Mapping[str, Any]], needed: Iterable[int]
+) -> dict[int, int]:
+    """Where planned parameters are in other groups, by index: the same objects, or, where groups
+    have names, others of the same name.
+
+    Raises:
+        ValueError: where one of the `needed` ones is gone, or has another shape.
+    """
+    present = [p for group in groups for p in group["params"]]
+    named = [n if "param_names" in group else None for group in groups for n in group_names(group)]
+    by_identity = {p: i for i, p in enumerate(present)}
+    by_name = {name: i for i, name in enumerate(named) if name is not None}
+    places: dict[int, int] = {}
+    for index, (parameter, name) in enumerate(zip(old.parameters, old.names, strict=True)):
+        place = by_identity.get(parameter, by_name.get(name))
+        if place is not None:
+            places[index] = place
+    gone = [old.names[i] for i in needed if i not in places]
+    if gone:
+        raise ValueError(f"parameters with state are no longer in any group: {gone}")
+    for index in needed:
+        before, after = old.parameters[index].shape, present[places[index]].shape
+        if before != after:
             raise ValueError(
-                "ranks of one mesh were given different parameters, groups or options; parameters "
-                f"per rank: {[count for _, count in everyone]}"
+                f"{old.names[index]} has state of shape {tuple(before)}, and shape {tuple(after)} "
+                "now"
             )
+    return places
 
 
-def _check_shards(assembly: Assembly) -> None:
-    for index, parameter in enumerate(assembly.parameters):
-        expected = sum(box.elements for box in assembly.boxes(index))
-        found = local_tensor(parameter).numel()
+def _check_shards(plan: StepPlan, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless this rank is part of every layout, and holds what that means."""
+    rank = comm.current_rank()
+    for spec, parameter in zip(plan.parameters, parameters, strict=True):
+        layout = plan.layouts[spec.layout]
+        seat = layout.seat(rank)
+        if seat is None:
+            raise ValueError(
+                f"{spec.fqn}: rank {rank} is not part of its mesh (ranks "
+                f"{list(layout.all_ranks())})"
+            )
+        boxes = layout.layout.shard_boxes(spec.shape)[seat[1]]
+        expected, found = sum(box.elements for box in boxes), local_tensor(parameter).numel()
         if found != expected:
             raise ValueError(
-                f"{assembly.names[index]}: this rank holds {found} elements, its placement means "
-                f"{expected}"
+                f"{spec.fqn}: this rank holds {found} elements, its placement means {expected}"
             )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hyperopt.adamw import DistributedAdamW
-from hyperopt.assembly import clean_fqn
+from hyperopt.assembly import clean_fqn, group_names
+from hyperopt.chained_views import ChainedDefaults, ChainedState
 from hyperopt.distributed import DistributedOptimizer
+from hyperopt.loading import read_together
 from hyperopt.muon import Muon
 from hyperopt.ownership import (
     GroupRow,
@@ -21,8 +23,10 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.preflight import PreflightError
-from hyperopt.state_dicts import parse_state_dict, to_flat, to_nested
+from hyperopt.preflight import Agreement, PreflightError, evaluate
+from hyperopt.replica_count import ReplicaCount
+from hyperopt.state_dicts import ParsedDict, parse_state_dict, to_flat, to_nested
+from hyperopt.torch_hooks import with_load_hooks, with_own_step_hooks, with_state_dict_hooks
 
 LabelFunction = Callable[[str, nn.Parameter], str | None]
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -66,42 +70,18 @@ def _has_head_name(name: str) -> bool:
     return "." in name and name.split(".")[-2] in _HEAD_NAMES
 
 
-class _ChainedState(Mapping[Tensor, Any]):
-    """The members' states as one mapping; truthy from construction."""
-
-    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        self._members = members
-
-    def __getitem__(self, parameter: Tensor) -> Any:
-        for member in self._members:
-            if parameter in member.state:
-                return member.state[parameter]
-        if any(parameter is p for p in self._parameters()):
-            return {}
-        raise KeyError(parameter)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return self._parameters()
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._parameters())
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for member in self._members:
-            for group in member.param_groups:
-                yield from group["params"]
-
-
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several optimizers over one model, as one `torch.optim.Optimizer`.
 
     `param_groups` are the members' own dicts in member order, so that learning-rate schedulers work
-    on it; `state_dict` is torch's index-keyed form over all of them.
+    on it; `state_dict` is torch's index-keyed form over all of them. Hooks registered on the chain
+    run once a call, and those of a member for its part of it. Step hooks common to all optimizers
+    (`torch.optim.optimizer.register_optimizer_step_post_hook`) run for the members, once each, and
+    not for the chain.
 
     Args:
         model: the model whose trainable parameters the members must claim exactly once.
         optimizers: members by name. Any torch optimizer may be one.
-
         flatten: the form of `named_state_dict`: flat, or nested.
 
     Raises:
@@ -118,15 +98,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
             raise ValueError("a chain needs at least one optimizer")
         _check_claims(model, optimizers)
         self._flatten = flatten
+        self._model = model
         self._members: dict[str, torch.optim.Optimizer] = {}
-        everything = [p for m in optimizers.values() for g in m.param_groups for p in g["params"]]
-        super().__init__(everything, {})
+        super().__init__([p for m in optimizers.values() for p in _parameters(m)], {})
         self._members.update(optimizers)
-        names: dict[Tensor, str] = {p: clean_fqn(name) for name, p in model.named_parameters()}
-        self._fqns = {p: names.get(p, f"parameter {i}") for i, p in enumerate(everything)}
-        self.state = _ChainedState(  # type: ignore[assignment]  # read-only view of the members
-            list(self._members.values())
-        )
+        self.state = ChainedState(self._members)  # type: ignore[assignment]  # read-only view
+        self.defaults = ChainedDefaults(self._members)  # type: ignore[assignment]  # read-only view
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -169,27 +149,78 @@ class ChainedOptimizer(torch.optim.Optimizer):
             position += count
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: add the group to a member, then call its `reset_optimizer_parameters()`."""
+        """Add a group to the member that its key `optimizer` names, or to the only member. Then
+        call `reset_optimizer_parameters()` on every rank.
+
+        Parameters are named by `(name, parameter)` pairs, or else as in the model.
+
+        Raises:
+            ValueError: before anything changes, when no member or an unknown one is named, a
+                parameter or its name is taken already, a name is missing, or the member refuses.
+        """
         if not self._members:
             return  # torch.optim.Optimizer's constructor: the members have the groups
-        raise ValueError(
-            "add the group to one of the members: chain.optimizers[name].add_param_group(...), "
-            "then reset_optimizer_parameters()"
-        )
+        options = {k: v for k, v in param_group.items() if k not in ("optimizer", "params")}
+        member = self._chosen(param_group.get("optimizer"))
+        pairs = self._named(param_group["params"])
+        if "param_names" in member.param_groups[0]:
+            member.add_param_group({**options, "params": pairs})
+        else:
+            member.add_param_group({**options, "params": [p for _, p in pairs]})
+
+    def _chosen(self, name: str | None) -> torch.optim.Optimizer:
+        """The member that a new group goes to."""
+        if name is None and len(self._members) == 1:
+            return self.optimizer
+        if name is None or name not in self._members:
+            raise ValueError(
+                f"a new group must name its member, one of {list(self._members)}, as in "
+                f"{{'params': ..., 'optimizer': {next(iter(self._members))!r}}}; got {name!r}"
+            )
+        return self._members[name]
+
+    def _named(self, params: Any) -> list[tuple[str, Tensor]]:
+        """New parameters with their names."""
+        if isinstance(params, set):
+            raise TypeError("parameters in a set have no order: give a list")
+        given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
+        known = _model_names(self._model)
+        pairs = [p if isinstance(p, tuple) else (known.get(p), p) for p in given]
+        unnamed = [tuple(p.shape) for name, p in pairs if name is None]
+        if unnamed:
+            raise ValueError(
+                f"the model has no parameters of these shapes {unnamed} under any name: give "
+                "(name, parameter) pairs"
+            )
+        claimed = {p for member in self for p in _parameters(member)}
+        names = {name for group in self._fqns() for name in group}
+        taken = [name for name, p in pairs if p in claimed or clean_fqn(name) in names]
+        if taken:
+            raise ValueError(f"the chain has these parameters already: {taken}")
+        return pairs
+
+    def _fqns(self) -> list[list[str]]:
+        """Names of every group's parameters: the model's, else what the member was given."""
+        known, table, first = _model_names(self._model), [], 0
+        for group in self.param_groups:
+            numbered = [f"parameter {first + i}" for i in range(len(group["params"]))]
+            own = group_names(group) if "param_names" in group else numbered
+            pairs = zip(group["params"], own, strict=True)
+            table.append([known.get(p, name) for p, name in pairs])
+            first += len(own)
+        return table
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all members."""
         for member in self._members.values():
             member.zero_grad(set_to_none=set_to_none)
 
+    @with_own_step_hooks
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Step every member; the closure runs once, first, with grad mode on."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure, self._preflight)
         agreed = self._preflight()
         for name, member in self._members.items():
             if name in agreed and isinstance(member, DistributedOptimizer):
@@ -198,27 +229,37 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 member.step()
         return loss
 
-    def _preflight(self) -> dict[str, list[bool]]:
+    def _preflight(self, problem: str | None = None) -> dict[str, Agreement]:
         """Every member's preflight before any of them changes anything. All run, also after an
-        error, so that ranks of different meshes stay together; then the first error is raised."""
-        agreed: dict[str, list[bool]] = {}
+        error, so that ranks of different meshes stay together; then the first error is raised.
+
+        Members of few ranks come first and hand their error on, so that where one member lives on
+        parts of another's mesh, all ranks of that mesh hear of it.
+        """
+        agreed: dict[str, Agreement] = {}
         errors: list[PreflightError] = []
-        for name, member in self._distributed().items():
+        members = sorted(self._distributed().items(), key=lambda item: _ranks_together(item[1]))
+        for name, member in members:
             try:
-                agreed[name] = member.preflight()
+                agreed[name] = member.preflight(problem)
             except PreflightError as error:
                 errors.append(error)
+                problem = problem or str(error)
         if errors:
             raise errors[0]
         return agreed
 
     # --------------------------------------------------------------------------------- torch's form
 
+    @with_state_dict_hooks
     def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form over all members, complete on every rank. Collective.
 
         With `localize`, members with owned state give this rank's parts, copied to the CPU.
         """
+        return self._index_keyed(localize)
+
+    def _index_keyed(self, localize: bool) -> dict[str, Any]:
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for member in self._members.values():
@@ -235,8 +276,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def named_state_dict(
         self, *, flatten: bool | None = None, localize: bool = False
     ) -> dict[str, Any]:
-        """`state_dict` by FQN, flat or nested (the chain's `flatten` where None). Collective."""
-        nested = to_nested(self.state_dict(localize=localize), list(self._fqns.values()))
+        """The state by FQN, flat or nested (the chain's `flatten` where None). Collective. Runs no
+        hooks of the chain, since these belong to torch's form."""
+        names = [name for group in self._fqns() for name in group]
+        nested = to_nested(self._index_keyed(localize), names)
         return to_flat(nested) if (self._flatten if flatten is None else flatten) else nested
 
     @contextmanager
@@ -252,16 +295,32 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for member in self._distributed().values():
             member.cleanup_synced_state()
 
+    @with_load_hooks
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
 
         Raises:
             ValueError: when groups, names, keys or shapes do not fit.
         """
-        names = [[self._fqns[p] for p in group["params"]] for group in self.param_groups]
-        parsed = parse_state_dict(state_dict, names)
+        names = self._fqns()
+        domains = [d for member in self._distributed().values() for d in member.domains]
+        parsed = read_together(lambda: parse_state_dict(state_dict, names), domains)
+        parts = self._split(parsed)
+        loaded = {
+            name: member.read_state_dict(parts[name])
+            for name, member in self._distributed().items()
+        }
+        for name, member in self._members.items():
+            if isinstance(member, DistributedOptimizer):
+                member.take_loaded(loaded[name])
+            else:
+                member.load_state_dict(parts[name])
+
+    def _split(self, parsed: ParsedDict) -> dict[str, dict[str, Any]]:
+        """A state dict over all members as one for each, index-keyed."""
+        parts: dict[str, dict[str, Any]] = {}
         first_parameter, first_group = 0, 0
-        for member in self._members.values():
+        for name, member in self._members.items():
             counts = [len(g["params"]) for g in member.param_groups]
             stop_parameter = first_parameter + sum(counts)
             stop_group = first_group + len(counts)
@@ -274,13 +333,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 for i, value in parsed.states.items()
                 if first_parameter <= i < stop_parameter
             }
-            member.load_state_dict({"state": state, "param_groups": groups})
+            parts[name] = {"state": state, "param_groups": groups}
             first_parameter, first_group = stop_parameter, stop_group
+        return parts
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan every distributed member again. Collective."""
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan every distributed member again; see `DistributedOptimizer`. Collective."""
         for member in self._distributed().values():
-            member.reset_optimizer_parameters()
+            member.reset_optimizer_parameters(hsdp_replica_count=hsdp_replica_count)
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
@@ -356,14 +418,27 @@ class ChainedOptimizer(torch.optim.Optimizer):
         ]
 
 
+def _ranks_together(member: DistributedOptimizer) -> int:
+    """How many ranks step together with this one."""
+    return max(len(domain.ranks) for domain in member.domains)
+
+
+def _parameters(member: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in member.param_groups:
+        yield from group["params"]
+
+
+def _model_names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: clean_fqn(name) for name, parameter in model.named_parameters()}
+
+
 def _check_claims(model: nn.Module, members: Mapping[str, torch.optim.Optimizer]) -> None:
     """Every trainable parameter must be claimed exactly once."""
     claims: dict[Tensor, list[str]] = {}
     for name, member in members.items():
-        for group in member.param_groups:
-            for parameter in group["params"]:
-                claims.setdefault(parameter, []).append(name)
-    names: dict[Tensor, str] = {p: clean_fqn(n) for n, p in model.named_parameters()}
+        for parameter in _parameters(member):
+            claims.setdefault(parameter, []).append(name)
+    names = _model_names(model)
     missing = [n for p, n in names.items() if p.requires_grad and p not in claims]
     twice = [names.get(p, "?") for p, by in claims.items() if len(by) > 1]
     if missing:

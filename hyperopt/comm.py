@@ -6,16 +6,16 @@ every dtype works on every backend.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hyperopt.control import gather_objects
 from hyperopt.plan import Gather, LayoutPlan
 
 T = TypeVar("T")
@@ -64,11 +64,12 @@ def current_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def gather_hosts() -> list[str] | None:
-    """The host name of every rank of the world, or None without a process group. Collective."""
+def gather_world(value: T) -> list[T]:
+    """The value of every rank of the world, in rank order; the value alone without a process group.
+    Collective."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return _gather_objects(socket.gethostname(), None)
+        return [value]
+    return gather_objects(value, None)
 
 
 def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> tuple[Seat, ...]:
@@ -78,11 +79,7 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
     placed: list[tuple[int, int, Ranks, Ranks]] = []
     for layout in layouts:
         seat = layout.seat(rank)
-        if seat is None:
-            raise ValueError(
-                f"rank {rank} is not part of the mesh of one of its parameters "
-                f"(ranks {list(layout.all_ranks())})"
-            )
+        assert seat is not None  # assembly has checked it, with names
         replica, shard = seat
         row, peers = layout.shard_group(replica), layout.replica_group(replica, shard)
         placed.append((shard, replica % layout.replica_count, row, peers))
@@ -95,11 +92,12 @@ def take_seats(layouts: Sequence[LayoutPlan], parameters: Iterable[Tensor]) -> t
 
 
 def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]:
-    """The groups that this rank's parameters' meshes have already, by their ranks."""
+    """The groups that this rank's parameters' meshes have already, by their ranks; none of a single
+    rank, which has nobody to talk to."""
     found: dict[Ranks, dist.ProcessGroup] = {}
     meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
     for mesh in meshes:
-        for dim in range(mesh.ndim):
+        for dim in (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1):
             group = mesh.get_group(dim)
             found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return found
@@ -119,41 +117,13 @@ def make_groups(
     wanted = {ranks for ranks in needed if len(ranks) > 1}
     existing = _mesh_groups(parameters)
     missing = sorted(wanted - existing.keys())
-    everywhere: set[Ranks] = set().union(*_gather_objects(missing, None))
+    everywhere: set[Ranks] = set().union(*gather_objects(missing, None))
     groups = dict(existing)
     for ranks in sorted(everywhere):
         made = dist.new_group(list(ranks))
         if ranks in wanted and isinstance(made, dist.ProcessGroup):
             groups[ranks] = made
     return groups
-
-
-def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
-    """A group with a CPU backend over these ranks, for flags and objects: the default group where
-    it fits, else a new gloo group. Collective over the world. None for a single rank."""
-    if len(ranks) < 2:
-        return None
-    whole = dist.group.WORLD
-    if whole is not None and len(ranks) == dist.get_world_size() and "gloo" in _backend(whole):
-        return whole
-    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    return made if isinstance(made, dist.ProcessGroup) else None
-
-
-def _backend(group: dist.ProcessGroup) -> str:
-    return str(dist.get_backend_config(group))
-
-
-def _gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The value of every rank of a group, in rank order."""
-    out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
-    return out
-
-
-def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The value of every rank of a control group; the value alone without one."""
-    return [value] if group is None else _gather_objects(value, group)
 
 
 # --------------------------------------------------------------------------------------- exchanges

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperopt import comm, guard
-from hyperopt.assembly import Assembly, assemble, group_names
+from hyperopt import comm, guard, seam
+from hyperopt.assembly import Assembly, assemble, find_again, group_names
 from hyperopt.executor import StepInput
 from hyperopt.hyperparameters import from_json, plain_values, to_json
 from hyperopt.layout import local_tensor
-from hyperopt.loading import agree_on_states, agree_on_steps, check_keys
+from hyperopt.loading import (
+    LoadedState,
+    agree_on_names,
+    agree_on_steps,
+    check_keys,
+    check_step,
+    check_value,
+    local_states,
+    matching_rows,
+    merge_group,
+    read_together,
+)
 from hyperopt.ownership import (
     GroupRow,
     OwnedTensor,
     Ownership,
     ParameterPlacement,
     StateEntry,
-    held_boxes,
 )
-from hyperopt.plan import PlanConfig, ReplicaCount
-from hyperopt.preflight import StepError, agree_on_failures, agree_on_gradients
+from hyperopt.plan import PlanConfig
+from hyperopt.preflight import (
+    Agreement,
+    Domain,
+    Stance,
+    StepError,
+    active_gradients,
+    agree_on_failures,
+    agree_on_step,
+    describe,
+    evaluate,
+    find_problem,
+)
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import UpdateRule
 from hyperopt.state import (
     STEP,
     States,
     StateStore,
     StateView,
-    from_pieces,
     gather_states,
-    local_part,
-    state_shape,
-    to_pieces,
 )
 from hyperopt.state_dicts import (
+    ParsedDict,
     localize_states,
     parse_state_dict,
     to_flat,
@@ -48,16 +66,18 @@ from hyperopt.state_dicts import (
     to_nested,
     wrap_states,
 )
+from hyperopt.torch_hooks import with_load_hooks, with_state_dict_hooks
 
 logger = logging.getLogger(__name__)
 
+_GROUPS_CHANGED = "parameter groups changed: call reset_optimizer_parameters() on every rank"
 _NOT_HYPERPARAMETERS = ("params", "param_names", STEP)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state and work live on owner replicas.
 
-    A step: preflight (one small all-reduce: who has gradients, same plan, no problem), then the
+    A step: preflight (one small exchange: who has gradients, same plan, no problem), then the
     executor's stages. See `hyperopt.executor` for the phases of communication.
 
     Subclasses give a rule, defaults, and `validate_group`. Parameters may be plain tensors or
@@ -70,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         defaults: hyperparameters of groups that do not set them.
         rule: what happens to tensors.
         hsdp_replica_count: replicas that share one copy of the state; see
-            `hyperopt.plan.resolve_replica_count`.
+            `hyperopt.replica_count.resolve_replica_count`.
         replicate_group: the group over which plain tensors are replicated (DDP).
         plan: limits of the plan.
 
@@ -91,19 +111,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._replica_count = hsdp_replica_count
         self._replicate_group = replicate_group
-        self._plan_config = plan or PlanConfig()
+        self._plan_config = PlanConfig() if plan is None else plan
         self._store = StateStore()
-        self._groups_changed = False
         self._steps = 0
+        self._checked_options: list[list[tuple[str, Any]]] = []
+        self._send_parameters = False
         self._columns: list[guard.Column] | None = None
-        super().__init__(params, defaults)
-        self._assembly = self._assemble()
+        error: Exception | None = None
+        try:
+            super().__init__(params, defaults)
+        except Exception as problem:
+            error = problem  # raised below, once the other ranks know
+        self._assembly = self._assemble(hsdp_replica_count, error=error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer cannot be copied or pickled; take its state_dict()")
 
     # ------------------------------------------------------------------------- groups and the plan
 
     def validate_group(self, group: Mapping[str, Any], names: Sequence[str]) -> None:
         """Raise ValueError for options or parameters of a group that cannot work. `names` are the
         parameters' names, for the message."""
+
+    def adapt_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The hyperparameters of a loaded state dict in this optimizer's terms, where they may come
+        from another one. `group` is the group that takes them. Raises ValueError where it cannot.
+        """
+        return saved
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. After construction, call `reset_optimizer_parameters()` on every rank."""
@@ -116,7 +150,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         if not self._rule.step_per_parameter:
             group.setdefault(STEP, 0)
-        self._groups_changed = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         names = group_names(group)
@@ -127,51 +160,64 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} is sparse; only dense parameters are supported")
         self.validate_group(group, names)
 
-    def reset_optimizer_parameters(self) -> None:
-        """Plan again after a change of groups. Collective. Momentum is kept: state moves to its new
-        owner.
+    def reset_optimizer_parameters(
+        self, *, hsdp_replica_count: ReplicaCount | Literal["keep"] = "keep"
+    ) -> None:
+        """Plan again after a change of groups, or for another replica count. Collective. Momentum
+        is kept: state moves to its new owner, and owners stay where that is as balanced.
+
+        Args:
+            hsdp_replica_count: replicas that share one copy of the state from now on, as at
+                construction.
 
         Raises:
             ValueError: before anything changes, when a parameter that has state is gone from the
-                groups, or when the new groups cannot be planned.
+                groups, or when the groups or the replica count cannot work.
         """
-        old = self._assembly
-        positions = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        gone = [old.names[i] for i in self._store.entries if old.parameters[i] not in positions]
-        if gone:
-            raise ValueError(f"parameters with state are no longer in any group: {gone}")
-        new = self._assemble()
-        states = gather_states(old.plan, old.executor.seats, self._store, old.parameters)
-        entries = {positions[old.parameters[i]]: e for i, e in self._store.entries.items()}
-        self._assembly, self._columns = new, None
+        old, places, error = self._assembly, dict[int, int](), None
+        try:
+            for group in self.param_groups:
+                self._check_group(group)
+            places = find_again(old, self.param_groups, self._store.entries)
+        except ValueError as problem:
+            error = problem  # raised by `_assemble`, once the other ranks know
+        keep = hsdp_replica_count == "keep"
+        count = self._replica_count if hsdp_replica_count == "keep" else hsdp_replica_count
+        present = [p for group in self.param_groups for p in group["params"]]
+        owners = {present[at]: old.plan.owners()[i] for i, at in places.items()} if keep else None
+        new = self._assemble(count, owners, error)
+        states = seam.moved_states(old, new, places, self._store)
+        entries = {places[i]: entry for i, entry in self._store.entries.items()}
+        self._assembly, self._replica_count, self._columns = new, count, None
         self._store.clear()
         self._store.entries.update(entries)
-        for index, state in states.items():
-            place = positions[old.parameters[index]]
-            if new.owns(place):
-                self._store.owned[place] = state
+        self._store.owned.update(states)
 
-    def _assemble(self) -> Assembly:
+    def _assemble(
+        self,
+        replica_count: ReplicaCount,
+        previous: Mapping[Tensor, int] | None = None,
+        error: Exception | None = None,
+    ) -> Assembly:
         assembly = assemble(
-            self.param_groups,
+            [] if error else self.param_groups,
             self._rule,
-            self._replica_count,
+            replica_count,
             self._replicate_group,
             self._plan_config,
+            previous,
+            error,
         )
         self.state = StateView(  # type: ignore[assignment]  # read-only view of the owned state
             assembly.parameters, self._rule.state_keys, self._store
         )
-        self._groups_changed = False
         if comm.current_rank() == 0:
             logger.info("%s: %s", type(self).__name__, assembly.plan.summary())
         return assembly
 
     def _ready(self) -> Assembly:
-        if self._groups_changed:
-            raise RuntimeError(
-                "parameter groups changed: call reset_optimizer_parameters() on every rank"
-            )
+        if not self._assembly.fits(self.param_groups):
+            raise RuntimeError(_GROUPS_CHANGED)
         return self._assembly
 
     # ---------------------------------------------------------------------------------------- step
@@ -181,7 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         closure: Callable[[], float] | None = None,
         *,
-        agreed: Sequence[bool] | None = None,
+        agreed: Agreement | None = None,
     ) -> float | None:
         """One step. Collective; every rank must call it.
 
@@ -190,31 +236,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
             agreed: what `preflight` returned, where it has run already.
 
         Raises:
-            PreflightError: on every rank, before anything changes, where one rank has a gradient
-                that another lacks, a sparse gradient, or another plan.
+            PreflightError: on every rank, before anything changes, where `preflight` says so; and
+                on the others, where the closure raised on one rank.
             StepError: on every rank, where a hook raised on one of them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        ready = self._ready()
+        loss = evaluate(closure, self.preflight)
+        ready = self._assembly
         self.cleanup_synced_state()
-        gradients = self._active_gradients(self.preflight() if agreed is None else agreed)
-        self._create_states(gradients)
+        agreed = self.preflight() if agreed is None else agreed
+        parameters = [local_tensor(p) for p in ready.parameters]
+        gradients = active_gradients(ready.parameters, parameters, ready.names, agreed.active)
+        seam.create_states(ready, self._store, self._rule, gradients)
         for group in self.param_groups:
             if not self._rule.step_per_parameter:
                 group[STEP] += 1
         error = ready.executor.step(
             StepInput(
                 ready.parameters,
-                [local_tensor(p) for p in ready.parameters],
+                parameters,
                 gradients,
                 self._store.owned,
                 self.param_groups,
+                agreed.sent,
             )
         )
         self._raise_together(error)
+        self._send_parameters = False
         self._steps += 1
         every = self._plan_config.check_replicas_every
         if every and self._steps % every == 0:
@@ -243,22 +290,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 names,
                 "; took the first replica's values" if heal else "",
             )
+        if names:
+            self._send_parameters = True
         if heal:
             guard.heal(ready.plan, self._columns, ready.parameters, diverged)
         return names
 
     @torch.no_grad()
-    def preflight(self) -> list[bool]:
-        """Which parameters step, agreed on by all ranks; changes nothing. Collective.
+    def preflight(self, problem: str | None = None) -> Agreement:
+        """What all ranks agree on before a step; changes nothing. Collective.
+
+        Args:
+            problem: what keeps this rank from stepping, if the caller knows of something.
 
         Raises:
             PreflightError: on every rank, where one rank has a gradient that another lacks, a
-                sparse gradient, another plan, or other hyperparameters.
+                sparse or complex gradient, another plan, other or impossible hyperparameters, new
+                groups that were not planned, or a problem.
         """
-        ready = self._ready()
-        digest = hashlib.blake2b(ready.digest, digest_size=32)
-        digest.update(repr([plain_values(group) for group in self.param_groups]).encode())
-        return agree_on_gradients(ready.parameters, ready.names, ready.domains, digest.digest())
+        ready = self._assembly
+        options = [plain_values(group) for group in self.param_groups]
+        problem = (
+            problem or self._find_problem(options) or find_problem(ready.parameters, ready.names)
+        )
+        stance = Stance(options, problem=problem, send_parameters=self._send_parameters)
+        return agree_on_step(ready.parameters, ready.names, ready.domains, stance)
+
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """The sets of ranks that step together, this rank among them."""
+        return self._assembly.domains
+
+    def _find_problem(self, options: list[list[tuple[str, Any]]]) -> str | None:
+        """What is wrong with the groups, in words. Options are checked again when they changed: a
+        scheduler may have set them."""
+        if not self._assembly.fits(self.param_groups):
+            return _GROUPS_CHANGED
+        if options != self._checked_options:
+            try:
+                for group in self.param_groups:
+                    self.validate_group({**group, "params": []}, [])
+            except ValueError as error:
+                return str(error)
+            self._checked_options = options
+        return None
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where a hook failed on one. Ranks ask only where hooks are set; any
@@ -267,7 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if error is not None:
                 raise error
             return
-        text = None if error is None else f"{type(error).__name__}: {error}"
+        text = None if error is None else describe(error)
         failures = agree_on_failures(text, self._assembly.domains)
         if failures:
             raise StepError(
@@ -275,36 +350,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "usable: resume from a checkpoint"
             ) from error
 
-    def _active_gradients(self, active: Sequence[bool]) -> dict[int, Tensor]:
-        """Local gradients of the parameters that step; an empty shard without one gets an empty
-        one."""
-        gradients: dict[int, Tensor] = {}
-        for index, parameter in enumerate(self._assembly.parameters):
-            if active[index]:
-                gradient = parameter.grad
-                local = local_tensor(parameter)
-                gradients[index] = (
-                    torch.empty_like(local) if gradient is None else local_tensor(gradient)
-                )
-        return gradients
-
-    def _create_states(self, gradients: Mapping[int, Tensor]) -> None:
-        """State of parameters that step for the first time: on owners; noted on every rank."""
-        for index, gradient in gradients.items():
-            if index in self._store.entries:
-                continue
-            with torch.device("meta"):
-                shapes = self._rule.new_state(
-                    torch.empty(0, dtype=self._assembly.parameters[index].dtype),
-                    torch.empty(0, dtype=gradient.dtype),
-                )
-            self._store.entries[index] = {key: t.dtype for key, t in shapes.items()}
-            if self._assembly.owns(index):
-                local = local_tensor(self._assembly.parameters[index])
-                self._store.owned[index] = self._rule.new_state(local, gradient)
-
     # --------------------------------------------------------------------------------- torch's form
 
+    @with_state_dict_hooks
     def state_dict(self, *, localize: bool = False) -> dict[str, Any]:
         """Torch's index-keyed form, complete on every rank. Collective.
 
@@ -312,21 +360,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts, copied to the CPU. State that does not exist is absent. Nothing is kept: state that
         this rank does not own goes with the dict.
         """
-        ready = self._ready()
+        return self._index_keyed(localize)
+
+    def _index_keyed(self, localize: bool) -> dict[str, Any]:
+        parameters = self._assembly.parameters
         with torch.no_grad():
             states = self._complete_states()
-            state = localize_states(states) if localize else wrap_states(states, ready.parameters)
+            state = localize_states(states) if localize else wrap_states(states, parameters)
         return to_index_keyed(state, self.param_groups)
 
     def named_state_dict(self, *, flatten: bool = True, localize: bool = False) -> dict[str, Any]:
-        """`state_dict` by FQN. Collective. Flat: `state.<fqn>.<key>` and
-        `param_groups.<fqn>.<name>`; nested: `state` and `param_groups`, with FQNs for indices.
+        """The state by FQN. Collective. Flat: `state.<fqn>.<key>` and `param_groups.<fqn>.<name>`;
+        nested: `state` and `param_groups`, with FQNs for indices. Runs no state-dict hooks, since
+        these belong to torch's form.
 
         Raises:
             ValueError: when the parameters were given without names.
         """
         self.require_names()
-        nested = to_nested(self.state_dict(localize=localize), self._assembly.names)
+        nested = to_nested(self._index_keyed(localize), self._assembly.names)
         return to_flat(nested) if flatten else nested
 
     def require_names(self) -> None:
@@ -338,16 +390,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _complete_states(self) -> States:
+        """Every parameter's state. Ranks first agree on what there is to send, and raise together
+        where they do not."""
+        ready = read_together(self._ready, self.domains)
+        agree_on_names(self._store.describe(ready.names), self.domains)
         if self._store.synced is not None:
             return self._store.synced
-        ready = self._assembly
         return gather_states(ready.plan, ready.executor.seats, self._store, ready.parameters)
 
     @contextmanager
     def synchronized_state(self) -> Iterator[None]:
         """Within the context `state` shows every parameter's state on every rank. Collective on
         entry; on exit, also after an error, what this rank does not own is freed."""
-        self._ready()
         with torch.no_grad():
             self._store.synced = self._complete_states()
         try:
@@ -359,7 +413,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Free the state that is here only because it was synchronized. No collective."""
         self._store.synced = None
 
-    @torch.no_grad()
+    @with_load_hooks
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's index-keyed form, or the nested or flat one keyed by FQN. Collective.
 
@@ -367,62 +421,61 @@ class DistributedOptimizer(torch.optim.Optimizer):
         kept, in their own dtypes. Parameters, and state of other parameters, stay as they are.
 
         Raises:
-            ValueError: before anything changes, when groups, names, keys or shapes do not fit.
+            ValueError: on every rank and before anything changes, when groups, names, keys or
+                shapes do not fit on one of them.
         """
+        self.take_loaded(self.read_state_dict(state_dict))
+
+    @torch.no_grad()
+    def read_state_dict(self, state_dict: Mapping[str, Any]) -> LoadedState:
+        """Check a state dict as `load_state_dict` does, and take this rank's parts of it, without
+        changing anything. Collective."""
+        domains, names = self.domains, self._assembly.names
+        parsed, merged = read_together(lambda: self._parse(state_dict), domains)
+        agree_on_names([names[index] for index in parsed.states], domains)
+        steps = agree_on_steps([g.get(STEP) for g in parsed.groups], domains)
+        if not self._rule.step_per_parameter:
+            merged = [
+                {**group, STEP: group[STEP] if step is None else step}
+                for group, step in zip(merged, steps, strict=True)
+            ]
+        ready = self._assembly
+        return LoadedState(
+            local_states(parsed.states, ready.parameters, ready.names, ready.boxes), merged
+        )
+
+    def _parse(self, state_dict: Mapping[str, Any]) -> tuple[ParsedDict, list[dict[str, Any]]]:
+        """States and groups of a state dict, checked as far as this rank can see."""
         ready = self._ready()
         parsed = parse_state_dict(state_dict, [group_names(g) for g in self.param_groups])
-        given = {ready.names[index]: state for index, state in parsed.states.items()}
-        agree_on_states(given, self._rule.state_keys, ready.domains)
-        states: States = {}
-        for index, state in sorted(parsed.states.items()):
-            name = ready.names[index]
-            states[index] = {
-                key: local_part(
-                    state[key], ready.parameters[index], ready.boxes(index), f"{name}.{key}"
-                )
-                for key in self._rule.state_keys
-            }
-        merged = self._merge_groups(parsed.groups)
-        for group, values in zip(self.param_groups, merged, strict=True):
-            group.update(values)
-        self._store.clear()
-        for index, local in states.items():
-            self._store.entries[index] = {key: t.dtype for key, t in local.items()}
-            if self._assembly.owns(index):
-                self._store.owned[index] = local
-
-    def _merge_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Saved hyperparameters over the present ones, checked, with steps that all ranks share."""
+        for index, state in parsed.states.items():
+            check_keys(ready.names[index], state, self._rule.state_keys)
+            for key, value in state.items():
+                check_value(f"{ready.names[index]}.{key}", value, ready.parameters[index])
         merged = []
-        steps = agree_on_steps([g.get(STEP) for g in saved], self._assembly.domains)
-        for group, values, step in zip(self.param_groups, saved, steps, strict=True):
-            known = {
-                key: from_json(value, group[key])
-                if isinstance(group.get(key), torch.dtype)
-                else value
-                for key, value in values.items()
-            }
-            candidate = {**group, **known}
-            if not self._rule.step_per_parameter:
-                candidate["step"] = int(group["step"] if step is None else step)
-            self.validate_group(candidate, group_names(group))
-            merged.append({k: v for k, v in candidate.items() if k != "params"})
-        return merged
+        for number, (group, saved) in enumerate(zip(self.param_groups, parsed.groups, strict=True)):
+            check_step(str(number), saved.get(STEP))
+            merged.append(merge_group(group, self.adapt_group(saved, group)))
+            self.validate_group(merged[-1], group_names(group))
+        return parsed, merged
+
+    def take_loaded(self, loaded: LoadedState) -> None:
+        """Replace state, hyperparameters and steps by what `read_state_dict` returned."""
+        for group, values in zip(self.param_groups, loaded.groups, strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
+        self._store.clear()
+        self._send_parameters = True
+        for index, local in loaded.states.items():
+            self._store.entries[index] = {key: t.dtype for key, t in local.items()}
+            if index in self._assembly.owned:
+                self._store.owned[index] = seam.own_part(self._assembly, index, local)
 
     # ---------------------------------------------------------------------------- seam (OwnedState)
 
     def owned_state(self) -> dict[str, OwnedTensor]:
         """This rank's pieces of every existing state tensor; live tensors, no collective."""
-        placements = self.parameter_placements()
-        names, rank, world = self._assembly.names, comm.current_rank(), _world_size()
-        out: dict[str, OwnedTensor] = {}
-        for index, state in sorted(self._store.owned.items()):
-            placement = placements[names[index]]
-            for key, local in state.items():
-                shape = state_shape(key, placement.shape)
-                boxes = held_boxes(placement, shape, rank, world)
-                out[f"{names[index]}.{key}"] = to_pieces(local, shape, boxes)
-        return out
+        self.require_names()
+        return seam.owned_pieces(self._ready(), self._store)
 
     @torch.no_grad()
     def load_owned_state(self, pieces: Mapping[str, OwnedTensor]) -> None:
@@ -431,49 +484,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: naming the parameter and key, when a piece does not fit.
         """
-        names = self._assembly.names
-        split = {name: i for i, name in enumerate(names)}
-        placements = self.parameter_placements()
-        rank, world = comm.current_rank(), _world_size()
-        states: States = {}
-        for full_key, owned in pieces.items():
-            name, _, key = full_key.rpartition(".")
-            if name not in split or key not in self._rule.state_keys:
-                raise ValueError(f"{full_key!r} is not a state of this optimizer")
-            boxes = held_boxes(placements[name], owned.global_shape, rank, world)
-            local = local_tensor(self._assembly.parameters[split[name]])
-            try:
-                tensor = from_pieces(owned, boxes, state_shape(key, local.shape), local.device)
-            except ValueError as error:
-                raise ValueError(f"{full_key}: {error}") from error
-            if self._assembly.owns(split[name]):
-                states.setdefault(split[name], {})[key] = tensor
-        for index, state in states.items():
-            check_keys(names[index], state, self._rule.state_keys)
+        self.require_names()
+        states = seam.from_owned_pieces(self._ready(), pieces, self._rule.state_keys)
         self._store.owned.clear()
         self._store.owned.update(states)
+        self._send_parameters = True
 
     def state_table(self) -> dict[str, StateEntry]:
         """Every state tensor that exists on its owners; the same on all ranks of a mesh."""
-        names = self._assembly.names
-        return {
-            f"{names[index]}.{key}": StateEntry(
-                names[index],
-                key,
-                state_shape(key, self._assembly.parameters[index].shape),
-                str(dtype).removeprefix("torch."),
-            )
-            for index, entry in sorted(self._store.entries.items())
-            for key, dtype in entry.items()
-        }
+        return seam.state_table(self._assembly, self._store)
 
     def load_state_table(self, table: Mapping[str, StateEntry]) -> None:
         """Note which state exists, after `load_owned_state`."""
-        indices = {name: i for i, name in enumerate(self._assembly.names)}
         self._store.entries.clear()
-        for entry in table.values():
-            known = self._store.entries.setdefault(indices[entry.fqn], {})
-            known[entry.key] = getattr(torch, entry.dtype)
+        self._store.entries.update(seam.state_entries(self._assembly, table))
 
     def group_table(self) -> list[GroupRow]:
         """The parameter groups with JSON hyperparameters."""
@@ -493,24 +517,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: before anything changes, when groups do not fit.
         """
-        ours = self.group_table()
-        found = {row.name: row for row in rows}
-        for row in ours:
-            other = found.get(row.name)
-            if other is None or set(other.fqns) != set(row.fqns):
-                strange = sorted(set(row.fqns) ^ set(other.fqns if other else ()))
-                raise ValueError(f"group {row.name!r} differs in parameters: {strange[:10]}")
-        saved = []
-        for row, group in zip(ours, self.param_groups, strict=True):
-            other = found[row.name]
-            values = {k: from_json(v, group.get(k)) for k, v in other.hyperparameters.items()}
-            saved.append({**values, "step": other.step})
-        for group, values in zip(self.param_groups, saved, strict=True):
-            step = values.pop("step")
-            self.validate_group({**group, **values}, group_names(group))
+        matched = matching_rows(self.group_table(), rows)
+        merged = []
+        for row, group in zip(matched, self.param_groups, strict=True):
+            values = {k: from_json(v, group.get(k)) for k, v in row.hyperparameters.items()}
+            if row.step is not None and not self._rule.step_per_parameter:
+                values[STEP] = check_step(row.name, row.step)
+            merged.append({**group, **values})
+            self.validate_group(merged[-1], group_names(group))
+        for group, values in zip(self.param_groups, merged, strict=True):
             group.update(values)
-            if step is not None and not self._rule.step_per_parameter:
-                group["step"] = int(step)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:
         """Placement and owner per parameter FQN; the same on all ranks.
@@ -524,7 +540,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def ownership(self) -> list[Ownership]:
         """The owner map, with its imbalance."""
         return self._ready().plan.ownership()
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

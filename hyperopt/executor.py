@@ -18,9 +18,9 @@ hangs; what it computes from then on is void, and the caller tells everybody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -31,21 +31,32 @@ from hyperopt.comm import Pending, Seat, exchange, publish
 from hyperopt.ownership import Box
 from hyperopt.plan import Slot, StepPlan, Unit
 from hyperopt.rules import Batch, Hyperparameters, UpdateRule
+from hyperopt.state import local_intervals, local_shape
 
 IN_PLACE_BYTES = 1 << 18
 """Parameters of at least this size travel unpacked: two copies cost more than one call."""
 
 
+Tensors = Sequence[Tensor] | Mapping[int, Tensor]
+"""Tensors by parameter index."""
+
+
+BATCH_ELEMENTS = 1 << 29
+"""Cap, over the number of shards, of what a rule transforms at once: it needs copies of that."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step's tensors on this rank, all by parameter index: parameters whole and local, local
-    gradients of those that step, states that this rank owns; and hyperparameters by group index."""
+    gradients of those that step, states that this rank owns, and those that owners shall send as
+    parameters whatever the rule sends; and hyperparameters by group index."""
 
     whole: Sequence[Tensor]
     parameters: Sequence[Tensor]
     gradients: Mapping[int, Tensor]
     states: Mapping[int, Mapping[str, Tensor]]
     hyperparameters: Sequence[Hyperparameters]
+    sent: Collection[int] = ()
 
 
 @dataclass(slots=True)
@@ -159,6 +170,12 @@ class _UnitRun:
             return [self.start, self.compute, self.publish, self.apply]
         return [self.start, self.publish, self.apply]
 
+    @property
+    def sends_parameters(self) -> bool:
+        """Whether owners finish parameters and send those; the same on all ranks of the mesh."""
+        first = next(slot for part in self.unit.owned for slot in part)
+        return self.rule.sends_parameters or first.parameter in self.tensors.sent
+
     def is_needed(self) -> bool:
         """Whether any of its parameters steps."""
         return any(self.active(owner) for owner in range(len(self.unit.owned)))
@@ -202,7 +219,7 @@ class _UnitRun:
                 self.payload = returned
             else:
                 self.payload[: returned.numel()] = returned
-        if self.rule.sends_parameters:
+        if self.sends_parameters:
             self.finish_owned()
         if self.seat.replica_group is None:
             return
@@ -217,7 +234,7 @@ class _UnitRun:
         packed and unpacked, and the others in one packed buffer.
         """
         slots, own = self.active(owner), owner == self.seat.coordinate
-        if not self.rule.sends_parameters:
+        if not self.sends_parameters:
             yield (
                 slots,
                 self.payload
@@ -227,12 +244,11 @@ class _UnitRun:
             return
         large = [s for s in slots if self.local_bytes(s) >= IN_PLACE_BYTES]
         for slot in large:
-            yield [slot], self.tensors.parameters[slot.parameter].contiguous().view(-1)
+            yield [slot], self.local(slot).contiguous().view(-1)
         small = [s for s in slots if self.local_bytes(s) < IN_PLACE_BYTES]
         buffer = self.empty(small, self.unit.dtype)
         if own and small:
-            parameters = [self.tensors.parameters[s.parameter] for s in small]
-            torch._foreach_copy_(self.views(small, buffer), parameters)
+            torch._foreach_copy_(self.views(small, buffer), [self.local(s) for s in small])
         yield small, buffer
 
     def local_bytes(self, slot: Slot) -> int:
@@ -254,7 +270,7 @@ class _UnitRun:
             self.arriving.append((mine, self.active(mine), Pending(self.payload)))
         for owner, slots, pending in self.arriving:
             buffer = pending.wait()
-            if self.rule.sends_parameters:
+            if self.sends_parameters:
                 if owner != self.seat.coordinate:
                     self.take(slots, buffer)
                 continue
@@ -266,7 +282,7 @@ class _UnitRun:
 
     def take(self, slots: Sequence[Slot], buffer: Tensor) -> None:
         """Copy received parameters, unless they were received in place."""
-        parameters = [self.tensors.parameters[s.parameter] for s in slots]
+        parameters = [self.local(s) for s in slots]
         if parameters and parameters[0].data_ptr() != buffer.data_ptr():
             torch._foreach_copy_(parameters, self.views(slots, buffer))
 
@@ -275,6 +291,11 @@ class _UnitRun:
     def active(self, owner: int) -> list[Slot]:
         """The slots of an owner that step."""
         return [s for s in self.unit.owned[owner] if s.parameter in self.tensors.gradients]
+
+    def local(self, slot: Slot, tensors: Tensors | None = None) -> Tensor:
+        """What this rank holds of a slot, of its parameter or of another tensor by parameter."""
+        tensor = (self.tensors.parameters if tensors is None else tensors)[slot.parameter]
+        return slot.part_of(tensor, len(self.unit.owned))
 
     def empty(self, slots: Sequence[Slot], dtype: str) -> Tensor:
         """A packed buffer for this shard's part of some slots."""
@@ -319,9 +340,9 @@ class _UnitRun:
                 self.tensors.hyperparameters[group],
                 [spec.fqn for spec in specs],
                 [spec.shape for spec in specs],
-                [self.tensors.parameters[i] for i in indices],
+                [self.local(slots[i]) for i in members],
                 [self.tensors.whole[i] for i in indices],
-                [self.tensors.gradients[i] for i in indices] if owned else (),
+                [self.local(slots[i], self.tensors.gradients) for i in members] if owned else (),
                 [self.tensors.states[i] for i in indices] if owned else (),
             )
             yield batch, [views[i] for i in members] if views else []
@@ -329,10 +350,7 @@ class _UnitRun:
     def views(self, slots: Sequence[Slot], buffer: Tensor) -> list[Tensor]:
         """A packed buffer as tensors shaped like the local shards."""
         parts = torch.split(buffer, [s.elements[self.seat.shard] for s in slots])
-        return [
-            part.view(self.tensors.parameters[slot.parameter].shape)
-            for slot, part in zip(slots, parts, strict=True)
-        ]
+        return [part.view(self.local(slot).shape) for slot, part in zip(slots, parts, strict=True)]
 
     # ----------------------------------------------------------------------------------- matrices
 
@@ -348,16 +366,37 @@ class _UnitRun:
             members.append(matrix)
         for group, (names, members) in groups.items():
             hyper = self.tensors.hyperparameters[group]
-            self.failure.attempt(self.rule.transform, names, members, hyper)
+            for part in self.runs([m.numel() for m in members]):
+                self.failure.attempt(self.rule.transform, names[part], members[part], hyper)
+
+    def runs(self, elements: Sequence[int]) -> Iterator[slice]:
+        """Runs of at most `BATCH_ELEMENTS` over the number of shards; a larger tensor stands
+        alone."""
+        cap, start, filled = BATCH_ELEMENTS // self.plan.layouts[self.unit.layout].shards, 0, 0
+        for i, count in enumerate(elements):
+            if i > start and filled + count > cap:
+                yield slice(start, i)
+                start, filled = i, 0
+            filled += count
+        yield slice(start, len(elements))
 
     def assemble(self, slots: Sequence[Slot], received: Tensor) -> list[Tensor]:
-        """Whole matrices from the shards' parts."""
+        """Whole matrices from the shards' parts; those of one shape lie one after the other, so
+        that a rule can take them as a batch."""
         shapes = [self.plan.parameters[s.parameter].shape for s in slots]
-        matrices = [self.allocate(prod(shape), received.dtype).view(shape) for shape in shapes]
+        room = {
+            shape: iter(self.batch(shape, n, received.dtype))
+            for shape, n in Counter(shapes).items()
+        }
+        matrices = [next(room[shape]) for shape in shapes]
         targets, sources = self.parts(slots, matrices, received)
         if targets:
             torch._foreach_copy_(targets, sources)
         return matrices
+
+    def batch(self, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Room for `count` tensors of a shape, one after the other."""
+        return self.allocate(count * prod(shape), dtype).view(count, *shape).unbind(0)
 
     def scatter_into(
         self, slots: Sequence[Slot], matrices: Sequence[Tensor], buffer: Tensor
@@ -374,19 +413,26 @@ class _UnitRun:
         layout = self.plan.layouts[self.unit.layout].layout
         boxes = [layout.shard_boxes(self.plan.parameters[s.parameter].shape) for s in slots]
         shards = range(len(slots[0].elements)) if slots else range(0)
-        order = [
-            (matrix, box)
+        held = [
+            (matrix, parts[shard])
             for shard in shards
             for matrix, parts in zip(matrices, boxes, strict=True)
-            for box in parts[shard]
         ]
-        inside = [_narrow(matrix, box) for matrix, box in order]
-        stops = list(accumulate(box.elements for _, box in order))
+        inside = [_narrow(matrix, box) for matrix, part in held for box in part]
+        locals_ = torch.split(buffer, [sum(box.elements for box in part) for _, part in held])
         packed = [
-            buffer[stop - box.elements : stop].view(box.sizes)
-            for stop, (_, box) in zip(stops, order, strict=True)
+            view
+            for (_, part), local in zip(held, locals_, strict=True)
+            for view in _local_views(local, part)
         ]
         return inside, packed
+
+
+def _local_views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+    """The boxes of a shard, as views of its flat local tensor."""
+    if len(boxes) == 1:
+        return [local.view(boxes[0].sizes)]
+    return [local.view(local_shape(boxes))[where] for where in local_intervals(boxes)]
 
 
 def _narrow(tensor: Tensor, box: Box) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,11 +67,15 @@ class MuonHooks:
     ns_transform: NSTransformFunction | None = None
     post_update: PostUpdateFunction | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError for a hook that is not callable.
+
+        Not done by the constructor: the optimizer asks at a point where it can tell other ranks.
+        """
         for name in ("zeropower", "momentum_update", "reshape", "ns_transform", "post_update"):
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
-                raise ValueError(f"{name}_fn must be callable, got {hook!r}")
+                raise ValueError(f"{name}_fn must be callable or None, got {hook!r}")
 
     @property
     def need_names(self) -> bool:
@@ -98,18 +102,43 @@ def run_momentum_update(
     nesterov: bool,
 ) -> list[Tensor]:
     """Call the hook and check that it returned one update per gradient, shaped like it."""
-    updates = list(hook(list(gradients), list(buffers), *momentum, nesterov))
+    answer = hook(list(gradients), list(buffers), *momentum, nesterov)
+    if isinstance(answer, Tensor) or not isinstance(answer, Iterable):
+        raise TypeError(
+            f"momentum_update_fn must return a list of updates, got {type(answer).__name__}"
+        )
+    updates = list(answer)
     if len(updates) != len(gradients):
         raise ValueError(
             f"momentum_update_fn returned {len(updates)} updates for {len(gradients)} gradients"
         )
     for update, gradient in zip(updates, gradients, strict=True):
+        if not isinstance(update, Tensor):
+            raise TypeError(f"momentum_update_fn returned a {type(update).__name__} as an update")
         if update.shape != gradient.shape:
             raise ValueError(
                 f"momentum_update_fn returned shape {tuple(update.shape)} for a gradient of shape "
                 f"{tuple(gradient.shape)}"
             )
     return updates
+
+
+def run_zeropower(hook: ZeropowerFunction, matrices: Tensor, steps: int) -> Tensor:
+    """Call the hook and check what it returned. The result is new: a hook may return its argument,
+    which holds the momentum update."""
+    result = hook(matrices, steps=steps)
+    if not isinstance(result, Tensor):
+        raise TypeError(f"zeropower_fn must return a tensor, got {type(result).__name__}")
+    if result.shape != matrices.shape:
+        raise ValueError(
+            f"zeropower_fn returned shape {tuple(result.shape)} for {tuple(matrices.shape)}"
+        )
+    if result.device != matrices.device or not result.is_floating_point():
+        raise ValueError(
+            f"zeropower_fn returned {result.dtype} on {result.device}, the matrices are "
+            f"{matrices.dtype} on {matrices.device}"
+        )
+    return result.to(matrices.dtype, copy=True)
 
 
 def rewrite(hooks: MuonHooks, fqn: str, update: Tensor) -> NSInputTransform:
@@ -122,6 +151,10 @@ def rewrite(hooks: MuonHooks, fqn: str, update: Tensor) -> NSInputTransform:
         if answer is not None:
             return _checked_transform(fqn, update, answer)
     views = hooks.reshape(fqn, update) if hooks.reshape is not None else None
+    if views is not None and not isinstance(views, Sequence):
+        raise TypeError(
+            f"{fqn}: reshape_fn must return a list of views or None, got {type(views).__name__}"
+        )
     if not views:
         return NSInputTransform([update], _copy_back)
     _check_views(fqn, update, views)
@@ -145,6 +178,11 @@ class _ViewRestore:
 def _checked_transform(fqn: str, update: Tensor, answer: Any) -> NSInputTransform:
     if not isinstance(answer, NSInputTransform):
         raise TypeError(f"{fqn}: ns_transform_fn must return NSInputTransform or None")
+    if not isinstance(answer.tensors, Sequence):
+        raise TypeError(
+            f"{fqn}: NSInputTransform.tensors must be a list of tensors, got "
+            f"{type(answer.tensors).__name__}"
+        )
     if not answer.tensors:
         raise ValueError(f"{fqn}: ns_transform_fn returned no tensors")
     if not callable(answer.restore):

@@ -43,7 +43,8 @@ def plain_values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def from_json(value: Any, like: Any) -> Any:
     """The inverse of `to_json`, guided by the type of the present value."""
     if isinstance(like, torch.dtype) and isinstance(value, str):
-        return getattr(torch, value)
+        found = getattr(torch, value, None)
+        return found if isinstance(found, torch.dtype) else value
     if isinstance(like, torch.Tensor):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
     if isinstance(value, list) and not isinstance(like, list):

@@ -5,8 +5,6 @@ The arithmetic is pure and lives in `hyperopt.ownership`; this module reads it o
 
 from __future__ import annotations
 
-import functools
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +17,9 @@ from hyperopt.ownership import (
     Placement,
     local_boxes,
     replica_index,
-    replicate_dims,
     shard_index,
 )
+from hyperopt.sharing import shard_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +49,7 @@ class Layout:
     def shard_boxes(self, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], ...]:
         """The boxes of a tensor of this shape that each shard holds, in shard order."""
         sizes = self.mesh.sizes if self.mesh is not None else ()
-        return _shard_boxes(shape, sizes, self.placements)
-
-
-@functools.lru_cache(maxsize=128)
-def _shard_boxes(
-    shape: tuple[int, ...], mesh_sizes: tuple[int, ...], placements: tuple[Placement, ...]
-) -> tuple[tuple[Box, ...], ...]:
-    """Cached: a model has thousands of parameters and every step asks again, but there are few
-    shapes, and on a large mesh their boxes take a while."""
-    replicated = replicate_dims(mesh_sizes, placements)
-    first_replica = (range(1 if d in replicated else n) for d, n in enumerate(mesh_sizes))
-    return tuple(
-        local_boxes(shape, mesh_sizes, placements, at) for at in itertools.product(*first_replica)
-    )
+        return shard_boxes(shape, sizes, self.placements)
 
 
 def layout_of(parameter: torch.Tensor, replicate_group: dist.ProcessGroup | None) -> Layout:

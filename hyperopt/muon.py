@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyperopt.compiled import CompiledMath
 from hyperopt.distributed import DistributedOptimizer
 from hyperopt.hooks import (
     MomentumUpdateFunction,
@@ -19,8 +20,10 @@ from hyperopt.hooks import (
 )
 from hyperopt.hyperparameters import check_bool, check_choice, check_number
 from hyperopt.newton_schulz import ALGORITHMS, DTYPES, resolve_coefficients
-from hyperopt.plan import PlanConfig, ReplicaCount
+from hyperopt.plan import PlanConfig
+from hyperopt.replica_count import ReplicaCount
 from hyperopt.rules import MuonRule, momentum_pair
+from hyperopt.torch_muon import from_torch_muon, is_torch_muon
 
 ZERO_RMS_SCALE_MODES = ("zero", "use_lr")
 
@@ -38,7 +41,8 @@ class Muon(DistributedOptimizer):
         lr: learning rate.
         weight_decay: decoupled decay, times `lr` a step.
         matched_adamw_rms: RMS of an update before `lr`; 0.2 is typical for AdamW.
-        momentum: one number, or the pair `(m1, m2)` of look-ahead and buffer coefficients.
+        momentum: one number, or the pair `(m1, m2)` of look-ahead and buffer coefficients; each in
+            [0, 1]. With 1 the buffer is the plain sum of all gradients; above 1 it would overflow.
         nesterov: whether the gradient is added once more.
         ns_steps: Newton-Schulz iterations.
         ns_variant: coefficient table: `asym5`, `legacy`, `polar_express` or `custom`.
@@ -54,12 +58,14 @@ class Muon(DistributedOptimizer):
         momentum_update_fn: `(gradients, buffers, m1, m2, nesterov)` instead of momentum; gets
             lists of local shards, returns one update per gradient.
         reshape_fn: `(fqn, update)`: views of the whole update that are orthogonalized separately,
-            such as the heads of a fused projection. They must tile it.
+            such as the heads of a fused projection. They must tile it. With this or with
+            `ns_transform_fn` every sharded parameter is gathered, also one whose shards hold whole
+            matrices.
         ns_transform_fn: `(fqn, update)`: an `NSInputTransform`, any reversible rewriting, or None.
         post_update_fn: `(parameter, local tensor, PostUpdateContext)`: on every shard rank of the
             owner, after the update, before replicas receive the parameter.
         replicate_group: the group over which plain tensors are replicated (DDP).
-        plan: limits of the plan.
+        plan: limits of the plan, and whether to compile the local mathematics.
 
     Raises:
         ValueError: naming the option, or the parameter that is no matrix.
@@ -111,10 +117,12 @@ class Muon(DistributedOptimizer):
         self._hooks = MuonHooks(
             zeropower_fn, momentum_update_fn, reshape_fn, ns_transform_fn, post_update_fn
         )
+        # Another type is refused where all ranks hear of it, by `assemble`.
+        compiled = isinstance(plan, PlanConfig) and plan.compile
         super().__init__(
             params,
             defaults,
-            MuonRule(self._hooks),
+            MuonRule(self._hooks, CompiledMath() if compiled else None),
             hsdp_replica_count=hsdp_replica_count,
             replicate_group=replicate_group,
             plan=plan,
@@ -122,6 +130,7 @@ class Muon(DistributedOptimizer):
 
     def validate_group(self, group: Mapping[str, Any], names: Sequence[str]) -> None:
         """Refuse options that cannot work, and parameters that are no matrices."""
+        self._hooks.check()
         for option in ("lr", "weight_decay", "matched_adamw_rms", "ns_epsilon"):
             check_number(option, group[option])
         for option in ("nesterov", "apply_lr_in_update", "cautious_weight_decay"):
@@ -142,6 +151,17 @@ class Muon(DistributedOptimizer):
                 f"Muon takes parameters of two dims or more; give these to AdamW: {flat[:20]}"
             )
 
+    def adapt_group(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take hyperparameters of torch.optim.Muon, whose buffers are running averages."""
+        if not is_torch_muon(saved):
+            return saved
+        if self._hooks.momentum_update is None:
+            raise ValueError(
+                "a state dict of torch.optim.Muon holds running averages of gradients, not sums: "
+                "build Muon with momentum_update_fn=hyperopt.recipes.running_average_momentum"
+            )
+        return from_torch_muon(saved, [tuple(p.shape) for p in group["params"]])
+
 
 def _check_momentum(momentum: Any) -> None:
     single = isinstance(momentum, int | float) and not isinstance(momentum, bool)
@@ -149,5 +169,5 @@ def _check_momentum(momentum: Any) -> None:
     if not single and not pair:
         raise ValueError(f"momentum must be one number or two, got {momentum!r}")
     for value in (momentum,) if single else momentum:
-        check_number("momentum", value)
+        check_number("momentum", value, high=1.0)
     momentum_pair(momentum)

@@ -8,22 +8,28 @@ Two forms compute the same polynomials:
 
 * `standard`  three products a step; `20n²m + 10n³` flops for five steps on n × m, n <= m;
 * `gram`      works on the n × n Gram matrix and touches the long side only at the ends and at
-  restarts after steps 1, 3, 5, …: `12n²m + 22n³`. Without restarts it drifts: rounded once, the
-  small singular values of the Gram matrix, which are squares, are lost for good.
+  restarts after steps 1 and 3: `12n²m + 22n³` (with other tables than `asym5` after steps 1, 2, 4,
+  6). Without restarts it drifts: rounded once, the small singular values of the Gram matrix, which
+  are squares, are lost for good.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hyperopt.symmetric import symmetric_product
+
 Coefficients = tuple[tuple[float, float, float], ...]
 """One triple `(a, b, c)` a step: `X <- aX + (bA + cA²)X`."""
+
+BlockKernel = Callable[[Tensor, Tensor, tuple[Coefficients, ...], float, torch.dtype], None]
+"""Fills the second tensor with the orthogonalized first one: see `orthogonalize_block`."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ALGORITHMS = ("auto", "standard", "gram")
@@ -73,8 +79,7 @@ VARIANTS = ("legacy", "asym5", "polar_express", "custom")
 # 1e6 its worst error against float64 is at most 1.1 times standard's, and at each condition it is
 # at most that plus one unit of bfloat16 (2^-8); `python -m benchmarks.step` prints both. It is the
 # default table in bfloat16, from an aspect ratio (long side over short side) of 3 on. Below a short
-# side of 256 roundings average out less. In float32 the error is up to 1.4 times standard's, with
-# Polar Express up to twice.
+# side of 256 roundings average out less. In float32 the error is up to 1.7 times standard's.
 GRAM_ASPECT = 3.0
 GRAM_MIN_SHORT_SIDE = 256
 # From this aspect ratio on, n × n matrices are such a small part of the work that the Gram form
@@ -86,7 +91,7 @@ GRAM_WIDE_ASPECT = 16.0
 # much faster that the cost of a call decides, and the whole batch is one block.
 _CPU_BLOCK_BYTES = 1 << 19
 
-# Steps 4 and on of the Gram form meet singular values that are mostly near 1 (see `_pair`).
+# From the third group on singular values are mostly near 1 (see `_pair`).
 _FIRST_SHIFTED_GROUP = 2
 
 
@@ -199,19 +204,27 @@ def newton_schulz(
     epsilon: float,
     dtype: torch.dtype,
     algorithm: str,
+    kernel: BlockKernel | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`orthogonalize` for options that were validated before: one matrix or a batch."""
+    """`orthogonalize` for options that were validated before: one matrix or a batch. `kernel`
+    stands for `orthogonalize_block`. `out`: a contiguous tensor of the same shape in `dtype` for
+    the result; it may be `matrices`, unless there is a kernel."""
     rows, columns = matrices.shape[-2:]
-    result = torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
+    result = (
+        torch.empty(matrices.shape, dtype=dtype, device=matrices.device) if out is None else out
+    )
     if not result.numel():
         return result
     source, target = matrices.reshape(-1, rows, columns), result.view(-1, rows, columns)
     gram = uses_gram(rows, columns, coefficients, dtype, algorithm)
     groups = step_groups(coefficients, gram=gram)
+    small_dtype = _small_dtype(rows, columns, dtype, groups)
+    run = kernel if kernel is not None else orthogonalize_block
     size = _block_length(target)
     for start in range(0, len(target), size):
         block = slice(start, start + size)
-        _orthogonalize_block(source[block], target[block], groups, epsilon)
+        run(source[block], target[block], groups, epsilon, small_dtype)
     return result
 
 
@@ -228,13 +241,16 @@ def uses_gram(
 
 
 def step_groups(coefficients: Coefficients, *, gram: bool) -> tuple[Coefficients, ...]:
-    """Steps between two looks at the long side: one by one, or, in the Gram form, the first and
-    then pairs (restarts after steps 1, 3, 5, …). Small singular values grow most in the first
-    step, and an error there would stay, so it is a group of its own."""
+    """Steps between two looks at the long side: one by one, or, in the Gram form, single ones first
+    and then pairs. Small singular values grow most in the first step, and an error there would
+    stay, so it is a group of its own. Of the tables only `asym5` bears a pair of steps 2 and 3:
+    with Polar Express in bfloat16 one matrix in ten then diverges at conditions of 30 to 300."""
     if not gram:
         return tuple((step,) for step in coefficients)
-    pairs = (coefficients[i : i + 2] for i in range(1, len(coefficients), 2))
-    return (coefficients[:1], *pairs)
+    alone = 1 if coefficients == ASYM5[: len(coefficients)] else 2
+    singles = tuple((step,) for step in coefficients[:alone])
+    pairs = (coefficients[i : i + 2] for i in range(alone, len(coefficients), 2))
+    return (*singles, *pairs)
 
 
 # ---------------------------------------------------------------------------------------- iteration
@@ -244,10 +260,16 @@ def _aspect(rows: int, columns: int) -> float:
     return max(rows, columns) / min(rows, columns)
 
 
-def _small_dtype(rows: int, columns: int, dtype: torch.dtype, *, paired: bool) -> torch.dtype:
+def _small_dtype(
+    rows: int, columns: int, dtype: torch.dtype, groups: tuple[Coefficients, ...]
+) -> torch.dtype:
     """The dtype of the n × n matrices."""
-    wide = paired and _aspect(rows, columns) >= GRAM_WIDE_ASPECT
+    wide = _has_pairs(groups) and _aspect(rows, columns) >= GRAM_WIDE_ASPECT
     return torch.promote_types(dtype, torch.float32) if wide else dtype
+
+
+def _has_pairs(groups: tuple[Coefficients, ...]) -> bool:
+    return any(len(group) > 1 for group in groups)
 
 
 def _block_length(batch: Tensor) -> int:
@@ -257,28 +279,32 @@ def _block_length(batch: Tensor) -> int:
     return max(1, _CPU_BLOCK_BYTES // (batch[0].numel() * batch.element_size()))
 
 
-def _orthogonalize_block(
-    source: Tensor, target: Tensor, groups: tuple[Coefficients, ...], epsilon: float
+def orthogonalize_block(
+    source: Tensor,
+    target: Tensor,
+    groups: tuple[Coefficients, ...],
+    epsilon: float,
+    small_dtype: torch.dtype,
 ) -> None:
-    """Fill `target` [B, rows, columns]. Two buffers take turns; the last one written is `target`.
+    """Fill `target` [B, rows, columns] from `source`, of any dtype, which may be `target`, as it is
+    read before the first product. n × n matrices are kept in `small_dtype`. Two buffers take turns;
+    the last one written is `target`.
 
-    Tall matrices are multiplied from the right by the polynomial of X'X, which gives the transpose
-    of what their transposes would give, and saves two transposing copies.
+    Tall matrices are multiplied from the right by the transposed polynomial of X'X: the transpose
+    of what is done for their transposes, without two transposing copies.
     """
     count, rows, columns = target.shape
     tall, n = rows > columns, min(rows, columns)
     spare = torch.empty_like(target)
     x, y = (spare, target) if len(groups) % 2 else (target, spare)
-    paired = max(map(len, groups)) > 1
-    dtype = _small_dtype(rows, columns, target.dtype, paired=paired)
-    small = target.new_empty(3 if paired else 2, count, n, n, dtype=dtype)
+    small = target.new_empty(3 if _has_pairs(groups) else 2, count, n, n, dtype=small_dtype)
     _normalize(source, epsilon, out=x)
     for i, group in enumerate(groups):
         shift = int(len(group) > 1 and i >= _FIRST_SHIFTED_GROUP)
         _gram_matrix(x.mT if tall else x, shift, out=small[0])
         factor, polynomial = _polynomial(group, small, shift)
         polynomial = polynomial.to(x.dtype)
-        torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=factor, out=y)
+        torch.baddbmm(x, *((x, polynomial.mT) if tall else (polynomial, x)), beta=factor, out=y)
         x, y = y, x
 
 
@@ -288,9 +314,9 @@ def _gram_matrix(x: Tensor, shift: int, *, out: Tensor) -> None:
     gram = out if fits else torch.empty_like(out, dtype=x.dtype)
     if shift:
         gram.zero_().diagonal(dim1=-2, dim2=-1).fill_(-shift)
-        gram.baddbmm_(x, x.mT)
+        symmetric_product(x, x.mT, out=gram, add=gram)
     else:
-        torch.bmm(x, x.mT, out=gram)
+        symmetric_product(x, x.mT, out=gram)
     if not fits:
         out.copy_(gram)
 
@@ -299,7 +325,8 @@ def _normalize(source: Tensor, epsilon: float, *, out: Tensor) -> None:
     """`source`, rounded to the dtype of `out`, over its Frobenius norm. The norm and the quotient
     are computed in float32 at least: a norm rounded to bfloat16 is off by up to 0.4 %."""
     rounded = source.to(out.dtype).contiguous()  # strides would decide the order of the sum
-    if out.device.type == "cpu" and out.element_size() < 4:
+    fused = torch.compiler.is_compiling() or out.device.type != "cpu"
+    if out.element_size() < 4 and not fused:
         _normalize_by_rows(rounded, epsilon, out=out)
         return
     wide = torch.promote_types(out.dtype, torch.float32)
@@ -339,7 +366,7 @@ def _polynomial(group: Coefficients, small: Tensor, shift: int) -> tuple[float, 
         return _pair(group, small, shift)
     ((a, b, c),) = group
     gram, step = small[0], small[1]
-    return a, torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=step)
+    return a, symmetric_product(gram, gram, out=step, add=gram, beta=b, alpha=c)
 
 
 def _pair(group: Coefficients, small: Tensor, shift: int) -> tuple[float, Tensor]:
@@ -371,7 +398,8 @@ def _step_polynomial(
 
 
 def _compose(p: Tensor, constant: float, q: Tensor, shift: int, *, out: Tensor) -> None:
-    """`(p + constant)(q + s) - s`, for s 0 or 1."""
+    """`(p + constant)(q + s) - s`, for s 0 or 1. Symmetric but for rounding, and it must not be
+    made so: what the later step corrects of the earlier one's rounding stands on one side only."""
     if not shift:
         torch.baddbmm(q, p, q, beta=constant, out=out)
         return

@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def local_boxes(
             continue
         factor, pieces = placement.split_factor, intervals[placement.dim]
         parts = (_chunk(pieces, factor, i) for i in range(factor))
-        intervals[placement.dim] = _merge(
+        intervals[placement.dim] = merge_intervals(
             [piece for part in parts for piece in _chunk(part, size, at)]
         )
     boxes = (
@@ -199,10 +199,10 @@ def local_boxes(
 def _chunk(pieces: list[Interval], parts: int, index: int) -> list[Interval]:
     """Part `index` of the concatenation of intervals, as `torch.chunk` cuts a dim."""
     step = -(-sum(b - a for a, b in pieces) // parts)
-    return _slice(pieces, index * step, (index + 1) * step)
+    return slice_intervals(pieces, index * step, (index + 1) * step)
 
 
-def _slice(pieces: list[Interval], start: int, stop: int) -> list[Interval]:
+def slice_intervals(pieces: list[Interval], start: int, stop: int) -> list[Interval]:
     """The part of concatenated intervals that lies at positions `start` to `stop`."""
     out: list[Interval] = []
     position = 0
@@ -214,7 +214,7 @@ def _slice(pieces: list[Interval], start: int, stop: int) -> list[Interval]:
     return out
 
 
-def _merge(pieces: list[Interval]) -> list[Interval]:
+def merge_intervals(pieces: list[Interval]) -> list[Interval]:
     """Join intervals that touch."""
     out: list[Interval] = []
     for a, b in pieces:
@@ -228,14 +228,22 @@ def _merge(pieces: list[Interval]) -> list[Interval]:
 # ------------------------------------------------------------------------------------------- owners
 
 
+Matrices = tuple[int, int, int]
+"""`(count, rows, columns)`: the matrices that a parameter means to an optimizer of matrices."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnedSlot:
-    """One parameter, or a row range of it, and the replica that owns its optimizer state."""
+    """One parameter, or a row range of it, and the replica that owns its optimizer state.
+
+    `matrices` is for people, who see in it a layout that was not meant; no part of the identity.
+    """
 
     fqn: str
     owner: int
     cost: float
     rows: Rows | None = None
+    matrices: Matrices | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +378,7 @@ def held_boxes(
     """The boxes of a state tensor that global rank `rank` holds, in a fixed order.
 
     `shape` is the state's shape: the parameter's own (sharded like it), or another one, such as the
-    0-D `step` (whole on every shard rank of the owner of the parameter's first row).
+    0-D `step` (whole on every shard rank of every owner of a part of the parameter).
     """
     sizes: tuple[int, ...] = (world_size,)
     placements: tuple[Placement, ...] = (Placement(),)
@@ -386,14 +394,10 @@ def held_boxes(
     if placement.slots is None:
         return boxes
     replica = replica_index(sizes, placements, coordinate) % placement.replica_count
-    if not like_parameter:
-        return boxes if _first_slot(placement.slots).owner == replica else ()
     mine = [slot for slot in placement.slots if slot.owner == replica]
+    if not like_parameter:
+        return boxes if mine else ()
     return tuple(part for slot in mine for box in boxes if (part := _rows_of(box, slot.rows)))
-
-
-def _first_slot(slots: Sequence[OwnedSlot]) -> OwnedSlot:
-    return min(slots, key=lambda slot: slot.rows or (0, 0))
 
 
 def _rows_of(box: Box, rows: Rows | None) -> Box | None:

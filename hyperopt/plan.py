@@ -1,23 +1,34 @@
 """The plan of a step: who owns what, who computes what, and what travels together. Pure data.
 
 Built once from shapes, placements, mesh sizes and hosts, identical on every rank of a mesh, and
-compared by digest. Nothing here touches a tensor or a process group.
+compared by digest. Nothing here touches a process group or the values of a tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
-from hyperopt.layout import Layout, holds_whole_matrices
-from hyperopt.ownership import OwnedSlot, Ownership, assign_owners
+from torch import Tensor
 
-ReplicaCount = int | Literal["auto"] | None
+from hyperopt.layout import Layout, holds_whole_matrices
+from hyperopt.ownership import Box, Matrices, OwnedSlot, Ownership, assign_owners
+from hyperopt.sharing import (
+    EVERY_OWNER,
+    divided_slots,
+    part_rows,
+    row_intervals,
+    share_owners,
+)
+
 Gather = Literal["all_to_all", "all_gather"]
+
+SMALLEST_UNIT_BYTES = 4 * 2**20
+"""Wire bytes per replica below which a unit is not cut for the sake of overlap: latency, and larger
+batches of matrices, matter more then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +36,24 @@ class PlanConfig:
     """Limits of a plan.
 
     `unit_bytes`: wire bytes of one unit per replica; a larger slot is a unit of its own.
+    `units`: units at least, where each then has `SMALLEST_UNIT_BYTES`: with a single one nothing
+    overlaps.
     `gather`: how matrices travel to their compute rank: `all_to_all`, which sends nothing twice, or
     `all_gather`, for clusters on which all-to-all exhausts connections.
+    `divide_bytes`: an element-wise parameter of at least this size may be divided by rows over the
+    replicas that share its state, where whole ones cannot be balanced (one large embedding).
     `check_replicas_every`: after every n-th step compare the replicas' parameters bit for bit, and
     give those that differ the first replica's values, with a warning; 0 never.
+    `compile`: run Muon's local mathematics through `torch.compile` (`hyperopt.compiled`), which
+    takes some seconds a kernel at first. AdamW has torch's fused kernel and is not compiled.
     """
 
     unit_bytes: int = 512 * 2**20
     gather: Gather = "all_to_all"
     check_replicas_every: int = 0
+    divide_bytes: int = 2**20
+    units: int = 4
+    compile: bool = False
 
     def __post_init__(self) -> None:
         every = self.check_replicas_every
@@ -43,15 +63,19 @@ class PlanConfig:
             raise ValueError(
                 f"PlanConfig.gather must be all_to_all or all_gather, got {self.gather!r}"
             )
-        if isinstance(self.unit_bytes, bool) or self.unit_bytes < 1:
-            raise ValueError(f"PlanConfig.unit_bytes must be positive, got {self.unit_bytes}")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"PlanConfig.compile must be True or False, got {self.compile!r}")
+        for option in ("unit_bytes", "divide_bytes", "units"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"PlanConfig.{option} must be a positive integer, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """What planning knows of one parameter. `layout` and `group` are indices; `cost` is in flops
     (matrix rules) or bytes (element-wise rules); `wire` names the dtype of payloads, `dtype` the
-    parameter's."""
+    parameter's; `matrices` is what a matrix rule sees in it, for people."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -61,6 +85,7 @@ class ParameterSpec:
     wire: str
     wire_itemsize: int
     dtype: str
+    matrices: Matrices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +137,33 @@ class LayoutPlan:
         """All global ranks, ascending."""
         return tuple(sorted(rank for row in self.ranks for rank in row))
 
+    def has(self, ranks: Iterable[int]) -> bool:
+        """Whether all these ranks are part of the layout; of what is on no mesh, any rank is."""
+        return self.layout.mesh is None or set(ranks) <= {r for row in self.ranks for r in row}
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter inside a unit: its owner replica, the shard that orthogonalizes it (None where
-    every shard works on what it holds), and the elements that each shard holds."""
+    """One parameter, or an owner's part of a divided one, inside a unit: its owner replica, the
+    shard that orthogonalizes it (None where every shard works on what it holds), and the elements
+    that each shard holds of it.
+
+    A divided parameter has one slot per owner: owner o has part o of the rows that a shard holds
+    (`hyperopt.sharing.part_rows`).
+    """
 
     parameter: int
     owner: int
     compute: int | None
     elements: tuple[int, ...]
+    divided: bool = False
+
+    def part_of(self, local: Tensor, owners: int) -> Tensor:
+        """The part of a shard's local tensor that this slot covers: a view of its rows, or all."""
+        if not self.divided:
+            return local
+        start, stop = part_rows(local.shape[0], self.owner, owners)
+        return local[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,51 +186,65 @@ class StepPlan:
     slots: tuple[Slot, ...]
     units: tuple[Unit, ...]
     gather: Gather
+    compile: bool = False
 
-    def digest(self) -> bytes:
-        """32 bytes that differ when any part of the plan does."""
-        return hashlib.blake2b(repr(self._compact()).encode(), digest_size=32).digest()
+    def digest(self, ranks: Sequence[int] = ()) -> bytes:
+        """32 bytes that differ when any part of the plan does that these ranks share.
 
-    def _compact(self) -> tuple[object, ...]:
-        """The plan with each slot, and each row of elements per shard, written once. On thousands
-        of shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
-        rows: dict[tuple[int, ...], int] = {}
-        slots: dict[tuple[Slot, int], int] = {}
+        That is what lies on meshes with all of them. Of other meshes, such as the data-parallel
+        ones inside a mesh with tensor parallelism, each rank knows its own only.
+        """
+        shared = [layout.has(ranks) for layout in self.layouts]
+        plan = self if all(shared) else self._part(shared)
+        return hashlib.blake2b(repr(_compact(plan)).encode(), digest_size=32).digest()
 
-        def number(slot: Slot) -> int:
-            row = rows.setdefault(slot.elements, len(rows))
-            return slots.setdefault((replace(slot, elements=()), row), len(slots))
-
-        order = [number(slot) for slot in self.slots]
-        units = [
-            (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
-            for unit in self.units
-        ]
-        return replace(self, slots=(), units=()), list(rows), list(slots), order, units
-
-    def owned_slots(self) -> tuple[OwnedSlot, ...]:
-        """Owner and cost of every parameter, in their order."""
-        return tuple(
-            OwnedSlot(spec.fqn, slot.owner, spec.cost)
-            for spec, slot in zip(self.parameters, self.slots, strict=True)
+    def _part(self, chosen: Sequence[bool]) -> StepPlan:
+        """The plan of some of the layouts."""
+        return replace(
+            self,
+            layouts=tuple(x for x, ours in zip(self.layouts, chosen, strict=True) if ours),
+            slots=tuple(s for s in self.slots if chosen[self.parameters[s.parameter].layout]),
+            units=tuple(unit for unit in self.units if chosen[unit.layout]),
         )
+
+    def owned_slots(self) -> list[tuple[OwnedSlot, ...]]:
+        """Owners and costs of every parameter, in their order; with row ranges where divided."""
+        out: list[list[OwnedSlot]] = [[] for _ in self.parameters]
+        for slot in self.slots:
+            spec = self.parameters[slot.parameter]
+            if not slot.divided:
+                owned = OwnedSlot(spec.fqn, slot.owner, spec.cost, matrices=spec.matrices)
+                out[slot.parameter].append(owned)
+            elif slot.owner == 0:
+                out[slot.parameter] += self._row_ranges(spec)
+        return [tuple(slots) for slots in out]
+
+    def _row_ranges(self, spec: ParameterSpec) -> list[OwnedSlot]:
+        layout = self.layouts[spec.layout]
+        boxes = layout.layout.shard_boxes(spec.shape)
+        return divided_slots(spec.fqn, spec.cost, spec.shape, boxes, layout.replica_count)
+
+    def owners(self) -> list[int]:
+        """The owner of every parameter, or `EVERY_OWNER` for divided ones."""
+        out = [0] * len(self.parameters)
+        for slot in self.slots:
+            out[slot.parameter] = EVERY_OWNER if slot.divided else slot.owner
+        return out
 
     def ownership(self) -> list[Ownership]:
         """The owner maps, for people, checkpoints and resharding: one per replica count, because
         owner numbers mean different replicas where counts differ."""
-        slots = self.owned_slots()
-        counts = [self.layouts[spec.layout].replica_count for spec in self.parameters]
-        return [
-            Ownership("", count, tuple(s for s, c in zip(slots, counts, strict=True) if c == count))
-            for count in sorted(set(counts))
-        ]
+        by_count: dict[int, list[OwnedSlot]] = {}
+        for spec, slots in zip(self.parameters, self.owned_slots(), strict=True):
+            by_count.setdefault(self.layouts[spec.layout].replica_count, []).extend(slots)
+        return [Ownership("", count, tuple(by_count[count])) for count in sorted(by_count)]
 
     def summary(self) -> str:
         """One line for the log."""
         shards = max((x.shards for x in self.layouts), default=1)
         shared = ", ".join(
-            f"{len(owners.slots)} by {owners.replica_count} replicas (imbalance "
-            f"{owners.imbalance:.3f})"
+            f"{len({slot.fqn for slot in owners.slots})} by {owners.replica_count} replicas "
+            f"(imbalance {owners.imbalance:.3f})"
             for owners in self.ownership()
         )
         return (
@@ -197,26 +253,59 @@ class StepPlan:
         )
 
 
+def _compact(plan: StepPlan) -> tuple[object, ...]:
+    """A plan with each slot, and each row of elements per shard, written once. On thousands of
+    shards the rows are nearly all of it, and they repeat with every parameter of a shape."""
+    rows: dict[tuple[int, ...], int] = {}
+    slots: dict[tuple[Slot, int], int] = {}
+
+    def number(slot: Slot) -> int:
+        row = rows.setdefault(slot.elements, len(rows))
+        return slots.setdefault((replace(slot, elements=()), row), len(slots))
+
+    order = [number(slot) for slot in plan.slots]
+    units = [
+        (replace(unit, owned=()), [[number(slot) for slot in part] for part in unit.owned])
+        for unit in plan.units
+    ]
+    return replace(plan, slots=(), units=()), list(rows), list(slots), order, units
+
+
 def build_plan(
     parameters: Sequence[ParameterSpec],
     layouts: Sequence[LayoutPlan],
     config: PlanConfig,
     *,
     whole_matrices: bool,
+    whole_parameters: bool = False,
+    previous: Sequence[int | None] | None = None,
 ) -> StepPlan:
     """Plan a step.
 
     `whole_matrices`: whether the rule needs whole matrices, which then travel to a compute shard
-    and back unless each shard holds whole ones already.
+    and back unless each shard holds whole ones already, and not even then with `whole_parameters`,
+    where user code regroups their elements. `previous`: owners that parameters had
+    (`StepPlan.owners`; None for new ones), which are kept where that is as balanced.
     """
-    owners = _assign_replicas(parameters, layouts)
     kinds = dict.fromkeys((p.layout, p.shape) for p in parameters)
     spreads = {(i, shape): _spread(layouts[i], shape) for i, shape in kinds}
     spread = [spreads[p.layout, p.shape] for p in parameters]
-    gathered = [whole_matrices and not whole for _, whole in spread]
-    computes = _assign_shards(parameters, layouts, owners, gathered)
-    elements = [row for row, _ in spread]
-    slots = tuple(map(Slot, range(len(parameters)), owners, computes, elements))
+    jobs = [
+        _Job(
+            p,
+            elements,
+            gathered=whole_matrices
+            and (not whole or (whole_parameters and layouts[p.layout].shards > 1)),
+            divisible=not whole_matrices and bool(p.shape) and p.cost >= config.divide_bytes,
+        )
+        for p, (elements, whole) in zip(parameters, spread, strict=True)
+    ]
+    assignment = _assign(jobs, layouts, previous or [None] * len(parameters))
+    slots = tuple(
+        slot
+        for i, (job, (owner, compute)) in enumerate(zip(jobs, assignment, strict=True))
+        for slot in _slots(i, job, owner, compute, layouts[job.spec.layout])
+    )
     units = tuple(
         unit
         for key in sorted({_unit_key(p) for p in parameters})
@@ -227,7 +316,7 @@ def build_plan(
             config,
         )
     )
-    return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather)
+    return StepPlan(tuple(parameters), tuple(layouts), slots, units, config.gather, config.compile)
 
 
 def _spread(layout: LayoutPlan, shape: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
@@ -241,36 +330,147 @@ def _unit_key(spec: ParameterSpec) -> tuple[int, str, str]:
     return spec.layout, spec.wire, spec.dtype
 
 
-def _assign_replicas(
-    parameters: Sequence[ParameterSpec], layouts: Sequence[LayoutPlan]
-) -> list[int]:
-    """The owner of each parameter: longest processing time first, per replica count."""
-    owners = [0] * len(parameters)
-    for count in sorted({layout.replica_count for layout in layouts}):
-        members = [i for i, p in enumerate(parameters) if layouts[p.layout].replica_count == count]
-        for i, owner in zip(
-            members, assign_owners([parameters[i].cost for i in members], count), strict=True
-        ):
-            owners[i] = owner
-    return owners
+def _slots(
+    index: int, job: _Job, owner: int, compute: int | None, layout: LayoutPlan
+) -> list[Slot]:
+    """The slots of one parameter: one, or one per owner where it is divided."""
+    if owner != EVERY_OWNER:
+        return [Slot(index, owner, compute, job.elements)]
+    boxes = layout.layout.shard_boxes(job.spec.shape)
+    count = layout.replica_count
+    return [
+        Slot(index, part, None, tuple(_part_elements(b, part, count) for b in boxes), divided=True)
+        for part in range(count)
+    ]
 
 
-def _assign_shards(
-    parameters: Sequence[ParameterSpec],
-    layouts: Sequence[LayoutPlan],
-    owners: Sequence[int],
-    gathered: Sequence[bool],
-) -> list[int | None]:
-    """The compute shard of each gathered parameter, balanced inside its layout and owner."""
-    computes: list[int | None] = [None] * len(parameters)
-    jobs = [i for i in range(len(parameters)) if gathered[i]]
-    jobs.sort(key=lambda i: (parameters[i].layout, owners[i]))
-    for (layout, _), same in groupby(jobs, key=lambda i: (parameters[i].layout, owners[i])):
-        members = list(same)
-        costs = [parameters[i].cost for i in members]
-        for i, shard in zip(members, assign_owners(costs, layouts[layout].shards), strict=True):
+def _part_elements(boxes: Sequence[Box], owner: int, count: int) -> int:
+    """Elements of an owner's part of what a shard holds."""
+    rows = sum(b - a for a, b in row_intervals(boxes))
+    start, stop = part_rows(rows, owner, count)
+    return sum(box.elements for box in boxes) // max(rows, 1) * (stop - start)
+
+
+# ------------------------------------------------------------------------------------------ balance
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A parameter to be given to an owner, and to a compute shard if it is gathered."""
+
+    spec: ParameterSpec
+    elements: tuple[int, ...]
+    gathered: bool
+    divisible: bool
+
+
+def _assign(
+    jobs: Sequence[_Job], layouts: Sequence[LayoutPlan], previous: Sequence[int | None]
+) -> list[tuple[int, int | None]]:
+    """Owner and compute shard of every job.
+
+    Layouts with the same ranks and replica count are balanced together. Others (experts on a mesh
+    of their own) one after the other, large meshes and coarse ones first, each on top of what its
+    ranks have to do already on meshes that all of them are part of: of others only some know.
+    """
+    classes: dict[tuple[tuple[tuple[int, ...], ...], int], list[int]] = {}
+    for i, job in enumerate(jobs):
+        layout = layouts[job.spec.layout]
+        classes.setdefault((layout.ranks, layout.replica_count), []).append(i)
+    out: list[tuple[int, int | None]] = [(0, None)] * len(jobs)
+    works: list[tuple[LayoutPlan, dict[int, float]]] = []
+    for members in sorted(classes.values(), key=lambda part: _coarseness(part, jobs, layouts)):
+        layout = layouts[jobs[members[0]].spec.layout]
+        mine = [jobs[i] for i in members]
+        work = _known_work(works, layout)
+        assigned = _assign_class(mine, layout, [previous[i] for i in members], work)
+        for i, result in zip(members, assigned, strict=True):
+            out[i] = result
+        if len(classes) > 1 and layout.layout.mesh is not None:
+            works.append((layout, _work_of(mine, assigned, layout)))
+    return out
+
+
+def _coarseness(
+    members: Sequence[int], jobs: Sequence[_Job], layouts: Sequence[LayoutPlan]
+) -> tuple[int, bool, float]:
+    """The largest meshes first, then jobs that stay where they are, then those with the largest
+    job."""
+    layout = layouts[jobs[members[0]].spec.layout]
+    gathered = any(jobs[i].gathered for i in members)
+    return -layout.replicas * layout.shards, gathered, -max(jobs[i].spec.cost for i in members)
+
+
+def _known_work(
+    works: Sequence[tuple[LayoutPlan, Mapping[int, float]]], layout: LayoutPlan
+) -> dict[int, float]:
+    """What ranks of a layout have to do already, as far as all of them know."""
+    known: dict[int, float] = {}
+    for other, work in works:
+        if other.has(layout.all_ranks()):
+            for rank in layout.all_ranks():
+                known[rank] = known.get(rank, 0.0) + work.get(rank, 0.0)
+    return known
+
+
+def _assign_class(
+    jobs: Sequence[_Job],
+    layout: LayoutPlan,
+    previous: Sequence[int | None],
+    work: Mapping[int, float],
+) -> list[tuple[int, int | None]]:
+    """Owners, then the compute shards of each owner, for jobs over the same ranks."""
+    present = [
+        [_mean_work(layout, owner, shard, work) for shard in range(layout.shards)]
+        for owner in range(layout.replica_count)
+    ]
+    owners = share_owners(
+        [job.spec.cost for job in jobs],
+        layout.replica_count,
+        [job.divisible for job in jobs],
+        initial=[sum(row) for row in present],
+        previous=previous,
+    )
+    computes: list[int | None] = [None] * len(jobs)
+    for owner, row in enumerate(present):
+        members = [i for i, job in enumerate(jobs) if job.gathered and owners[i] == owner]
+        costs = [jobs[i].spec.cost for i in members]
+        for i, shard in zip(members, assign_owners(costs, layout.shards, row), strict=True):
             computes[i] = shard
-    return computes
+    return list(zip(owners, computes, strict=True))
+
+
+def _mean_work(layout: LayoutPlan, owner: int, shard: int, work: Mapping[int, float]) -> float:
+    """What the ranks at this place have to do already, mean over the sub-groups."""
+    if not work:
+        return 0.0
+    ranks = [row[shard] for row in layout.ranks[owner :: layout.replica_count]]
+    return sum(work.get(rank, 0.0) for rank in ranks) / len(ranks)
+
+
+def _work_of(
+    jobs: Sequence[_Job], assigned: Sequence[tuple[int, int | None]], layout: LayoutPlan
+) -> dict[int, float]:
+    """What an assignment gives each rank: the compute shard the whole cost, or every shard its part
+    of it, and every owner its part of a divided job."""
+    loads = [[0.0] * layout.shards for _ in range(layout.replica_count)]
+    for job, (owner, compute) in zip(jobs, assigned, strict=True):
+        owners = range(layout.replica_count) if owner == EVERY_OWNER else (owner,)
+        for each in owners:
+            cost = job.spec.cost / len(owners)
+            if compute is not None:
+                loads[each][compute] += cost
+                continue
+            unit = cost / max(sum(job.elements), 1)
+            loads[each] = [a + unit * n for a, n in zip(loads[each], job.elements, strict=True)]
+    return {
+        rank: load
+        for replica, ranks in enumerate(layout.ranks)
+        for rank, load in zip(ranks, loads[replica % layout.replica_count], strict=True)
+    }
+
+
+# -------------------------------------------------------------------------------------------- units
 
 
 def _units(
@@ -287,13 +487,17 @@ def _units(
 
     def wire_bytes(slot: Slot) -> int:
         spec = parameters[slot.parameter]
-        return math.prod(spec.shape) * spec.wire_itemsize
+        whole = math.prod(spec.shape) * spec.wire_itemsize
+        return whole // layout.replica_count if slot.divided else whole
 
     workers: dict[tuple[int, int | None], list[Slot]] = {}
     for slot in sorted(slots, key=lambda s: -wire_bytes(s)):
         workers.setdefault((slot.owner, slot.compute), []).append(slot)
     cap = config.unit_bytes * layout.replica_count
-    rounds = max(1, math.ceil(sum(map(wire_bytes, slots)) / cap))
+    total = sum(map(wire_bytes, slots))
+    travels = layout.replica_count > 1 or any(slot.compute is not None for slot in slots)
+    worthwhile = total // (SMALLEST_UNIT_BYTES * layout.replica_count) if travels else 1
+    rounds = max(1, math.ceil(total / cap), min(config.units, worthwhile))
     cuts = {worker: _cut(part, rounds, wire_bytes, cap) for worker, part in workers.items()}
     count = max((len(parts) for parts in cuts.values()), default=0)
     spec = parameters[slots[0].parameter]
@@ -325,42 +529,3 @@ def _round(
         if index < len(cuts[worker]):
             owned[worker[0]] += cuts[worker][index]
     return tuple(map(tuple, owned))
-
-
-def resolve_replica_count(
-    requested: ReplicaCount,
-    ranks: Sequence[Sequence[int]],
-    hosts: Sequence[str] | None,
-) -> int:
-    """The size of the replica sub-groups of a layout.
-
-    `ranks[replica][shard]` are global ranks and `hosts[rank]` says where each runs. An integer is
-    honoured or refused: it must divide the number of replicas; a replica group no larger than it is
-    used whole. `"auto"` and None keep traffic inside a node where a node holds several consecutive
-    replicas (nodes of unequal count: their greatest common divisor), and otherwise use the whole
-    group. Raises ValueError.
-    """
-    replicas = len(ranks)
-    if requested is None or requested == "auto":
-        return _replicas_per_node(ranks, hosts) if hosts else replicas
-    if isinstance(requested, bool) or not isinstance(requested, int) or requested < 1:
-        raise ValueError(
-            f"hsdp_replica_count must be 'auto', None or a positive integer, got {requested!r}"
-        )
-    if requested >= replicas:
-        return replicas
-    if replicas % requested:
-        possible = [n for n in range(1, replicas + 1) if replicas % n == 0]
-        raise ValueError(
-            f"hsdp_replica_count={requested} does not divide the {replicas} replicas; "
-            f"possible: {possible}"
-        )
-    return requested
-
-
-def _replicas_per_node(ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
-    common = 0
-    for column in zip(*ranks, strict=True):
-        for _, run in groupby(column, key=lambda rank: hosts[rank]):
-            common = math.gcd(common, len(list(run)))
-    return common if common > 1 else len(ranks)

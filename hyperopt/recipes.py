@@ -1,4 +1,5 @@
-"""Ready-made hooks of Muon for attention: what is orthogonalized together, and QK-clip.
+"""Ready-made hooks of Muon: torch.optim.Muon's momentum; for attention, what is orthogonalized
+together, and QK-clip.
 
     attention = AttentionHeads(heads=32, kv_heads=8, head_dim=128)
     Muon(named_parameters, ns_transform_fn=SplitQKV(lambda n: n.endswith("qkv.weight"), attention))
@@ -54,6 +55,24 @@ def in_turn(*functions: PostUpdateFunction) -> PostUpdateFunction:
             function(parameter, local, context)
 
     return run_all
+
+
+def running_average_momentum(
+    gradients: list[Tensor], buffers: list[Tensor], m1: float, m2: float, nesterov: bool
+) -> list[Tensor]:
+    """A `momentum_update_fn`: momentum as a running average, as `torch.optim.Muon` keeps it.
+
+    `b <- m2·b + (1 - m2)·g`; the update is `(1 - m1)·g + m1·b` with Nesterov, else `b`. For one
+    momentum m, buffers and updates are those of the usual sum times `1 - m`, a factor that
+    Newton-Schulz removes. With it, state dicts of `torch.optim.Muon` load.
+    """
+    if not gradients:
+        return []
+    wide = [g.to(b.dtype) for g, b in zip(gradients, buffers, strict=True)]
+    torch._foreach_lerp_(buffers, wide, 1 - m2)
+    if not nesterov:
+        return list(buffers)
+    return [g.lerp(b, m1) for g, b in zip(wide, buffers, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

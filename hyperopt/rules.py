@@ -12,7 +12,7 @@ slots of one parameter group:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hyperopt import blocks
+from hyperopt import blocks, compiled
+from hyperopt.compiled import CompiledMath
 from hyperopt.hooks import (
     MuonHooks,
-    NSInputTransform,
     PostUpdateContext,
     rewrite,
     run_momentum_update,
+    run_zeropower,
 )
 from hyperopt.layout import matrix_shape
 from hyperopt.newton_schulz import newton_schulz, resolve_coefficients
@@ -65,6 +66,11 @@ class UpdateRule(Protocol):
     """Whether `transform` runs, on whole matrices."""
     step_per_parameter: ClassVar[bool]
     """Whether `step` is a state tensor; otherwise the parameter group counts."""
+
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether `transform` needs whole parameters, also of those whose shards hold whole
+        matrices."""
 
     @property
     def sends_parameters(self) -> bool:
@@ -168,10 +174,12 @@ def decay_and_add(
     """
     params = list(parameters)
     if not cautious and blocks.fits(params, updates):
-        blocks.decay_and_add(params, updates, factors, 1.0 - decay)
+        blocks.decay_and_add(params, updates, factors, decay)
         return
     if decay and cautious:
-        _cautious_decay(params, updates, -decay if negated else decay)
+        moved = [i for i, factor in enumerate(factors) if factor]
+        signed = -decay if negated else decay
+        _cautious_decay([params[i] for i in moved], [updates[i] for i in moved], signed)
     elif decay:
         torch._foreach_mul_(params, 1.0 - decay)
     for factor in dict.fromkeys(factors):
@@ -182,10 +190,13 @@ def decay_and_add(
 def _cautious_decay(parameters: Sequence[Tensor], updates: Sequence[Tensor], decay: float) -> None:
     """Decay only the elements whose update has the parameter's sign (Chen et al. 2025, 'Cautious
     weight decay'): there the step, which subtracts the update, shrinks them as well. A negative
-    `decay` says that the updates come with their sign turned."""
+    `decay` says that the updates come with their sign turned. Where an update is zero, as all are
+    at scale 0, nothing decays. Signs are compared, because a product of small numbers may be 0.
+    """
     sign = 1.0 if decay > 0 else -1.0
     for p, u in zip(parameters, updates, strict=True):
-        p.sub_(torch.where(sign * p * u > 0, p, torch.zeros_like(p)), alpha=abs(decay))
+        same = (p.sign() == sign * u.sign()) & (u != 0)
+        p.sub_(torch.where(same, p, torch.zeros_like(p)), alpha=abs(decay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +205,16 @@ class MuonRule:
     the Newton-Schulz result, both in `ns_dtype`."""
 
     hooks: MuonHooks
+    compiled: CompiledMath | None = None
 
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     whole_matrices: ClassVar[bool] = True
     step_per_parameter: ClassVar[bool] = False
+
+    @property
+    def whole_parameters(self) -> bool:
+        """With hooks that rewrite updates: only they know which elements make a matrix."""
+        return self.hooks.rewrites
 
     @property
     def sends_parameters(self) -> bool:
@@ -227,9 +244,12 @@ class MuonRule:
         hyper, hook = batch.hyperparameters, self.hooks.momentum_update
         pair, nesterov = momentum_pair(hyper["momentum"]), hyper["nesterov"]
         buffers = batch.state("momentum_buffer")
-        plain = hook is None and pair[0] == pair[1]
-        if plain and blocks.fits(payload, batch.gradients, buffers):
-            blocks.momentum_into(payload, batch.gradients, buffers, pair[0], nesterov=nesterov)
+        operands = (payload, batch.gradients, buffers)
+        if hook is None and self.compiled is not None and compiled.fits(*operands):
+            self.compiled.momentum_into(*operands, pair, nesterov=nesterov)
+            return
+        if hook is None and pair[0] == pair[1] and blocks.fits(*operands):
+            blocks.momentum_into(*operands, pair[0], nesterov=nesterov)
             return
         if hook is not None:
             updates = run_momentum_update(hook, batch.gradients, buffers, pair, nesterov=nesterov)
@@ -241,49 +261,62 @@ class MuonRule:
         self, names: Sequence[str], matrices: Sequence[Tensor], hyper: Hyperparameters
     ) -> None:
         """Newton-Schulz, same-shaped matrices together; scaled where `finish` cannot do it."""
-        if self.hooks.rewrites:
-            inputs = [rewrite(self.hooks, n, m) for n, m in zip(names, matrices, strict=True)]
-        else:
-            inputs = [NSInputTransform([m], _copy_first) for m in matrices]
-        shapes = [matrix_shape(tuple(t.shape))[1:] for i in inputs for t in i.tensors]
-        flat = [t.reshape(-1, *s) for t, s in zip(_tensors(inputs), shapes, strict=True)]
+        if not self.hooks.rewrites:
+            self._transform_in_place(matrices, hyper)
+            return
+        inputs = [rewrite(self.hooks, n, m) for n, m in zip(names, matrices, strict=True)]
+        tensors = [tensor for rewritten in inputs for tensor in rewritten.tensors]
+        shapes = [matrix_shape(tuple(t.shape))[1:] for t in tensors]
+        flat = [t.reshape(-1, *s) for t, s in zip(tensors, shapes, strict=True)]
         results = self._orthogonalize(flat, hyper)
-        if self.hooks.rewrites or hyper["apply_lr_in_update"]:
-            for result, shape in zip(results, shapes, strict=True):
-                result.mul_(self._folded(shape, hyper))
-        shaped = iter([r.reshape(t.shape) for r, t in zip(results, _tensors(inputs), strict=True)])
+        for result, shape in zip(results, shapes, strict=True):
+            result.mul_(self._folded(shape, hyper))
+        shaped = iter([r.reshape(t.shape) for r, t in zip(results, tensors, strict=True)])
         for rewritten, matrix in zip(inputs, matrices, strict=True):
             rewritten.restore([next(shaped) for _ in rewritten.tensors], matrix)
 
-    def _orthogonalize(self, batches: Sequence[Tensor], hyper: Hyperparameters) -> list[Tensor]:
-        """Each `[B, rows, columns]`, in batches of one shape."""
+    def _transform_in_place(self, matrices: Sequence[Tensor], hyper: Hyperparameters) -> None:
+        """Each result takes the place of its matrix, without a copy where memory allows it."""
+        shapes = [matrix_shape(tuple(m.shape))[1:] for m in matrices]
+        flat = [m.view(-1, *s) for m, s in zip(matrices, shapes, strict=True)]
+        for result, matrix in zip(self._orthogonalize(flat, hyper, reuse=True), flat, strict=True):
+            if result.data_ptr() != matrix.data_ptr():
+                matrix.copy_(result)
+        if hyper["apply_lr_in_update"]:
+            for matrix, shape in zip(flat, shapes, strict=True):
+                matrix.mul_(self._folded(shape, hyper))
+
+    def _orthogonalize(
+        self, batches: Sequence[Tensor], hyper: Hyperparameters, *, reuse: bool = False
+    ) -> list[Tensor]:
+        """Each `[B, rows, columns]`, in batches of one shape. `reuse`: results may take the memory
+        of the batches."""
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for i, batch in enumerate(batches):
             by_shape.setdefault(tuple(batch.shape[1:]), []).append(i)
         results: list[Tensor] = list(batches)
         for members in by_shape.values():
             parts = [batches[i] for i in members]
-            stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-            whole = self._zeropower(stacked, hyper)
+            together = joined(parts)
+            stacked = torch.cat(parts) if together is None else together
+            whole = self._zeropower(stacked, hyper, stacked if reuse or together is None else None)
             for i, part in zip(members, torch.split(whole, [len(p) for p in parts]), strict=True):
                 results[i] = part
         return results
 
-    def _zeropower(self, stacked: Tensor, hyper: Hyperparameters) -> Tensor:
+    def _zeropower(self, stacked: Tensor, hyper: Hyperparameters, out: Tensor | None) -> Tensor:
+        """The result for a batch; `out` may hold it, and may be the batch itself."""
         if self.hooks.zeropower is not None:
-            result = self.hooks.zeropower(stacked, steps=hyper["ns_steps"])
-            if result.shape != stacked.shape:
-                raise ValueError(
-                    f"zeropower_fn returned shape {tuple(result.shape)} for {tuple(stacked.shape)}"
-                )
-            # A copy: a hook may return its argument, which holds the momentum update.
-            return result.to(stacked.dtype, copy=True)
+            return run_zeropower(self.hooks.zeropower, stacked, hyper["ns_steps"])
+        kernel = self.compiled.block_kernel(stacked.device) if self.compiled else None
         return newton_schulz(
             stacked,
             resolve_coefficients(hyper["ns_variant"], hyper["ns_steps"], hyper["ns_coefficients"]),
             epsilon=hyper["ns_epsilon"],
             dtype=hyper["ns_dtype"],
             algorithm=hyper["ns_algorithm"],
+            kernel=kernel,
+            out=None if kernel is not None else out,
         )
 
     def _folded(self, shape: tuple[int, ...], hyper: Hyperparameters) -> float:
@@ -303,9 +336,11 @@ class MuonRule:
     def finish(self, batch: Batch, payload: Sequence[Tensor]) -> None:
         """Weight decay, scale and add."""
         hyper = batch.hyperparameters
-        decay_and_add(
-            batch.parameters,
-            payload,
+        operands = (batch.parameters, payload)
+        fits = self.compiled is not None and compiled.fits(*operands)
+        function = self.compiled.decay_and_add if self.compiled and fits else decay_and_add
+        function(
+            *operands,
             [self._factor(shape, hyper) for shape in batch.shapes],
             float(hyper["lr"]) * hyper["weight_decay"],
             cautious=hyper["cautious_weight_decay"],
@@ -324,12 +359,20 @@ class MuonRule:
             self.hooks.post_update(whole, local, PostUpdateContext(name, shape, lr, decay, step))
 
 
-def _tensors(inputs: Sequence[NSInputTransform]) -> Iterator[Tensor]:
-    return (tensor for rewritten in inputs for tensor in rewritten.tensors)
-
-
-def _copy_first(updates: list[Tensor], out: Tensor) -> None:
-    out.copy_(updates[0])
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous batches [B, rows, columns] of one shape as one batch, where they lie one after the
+    other in the same memory; None elsewhere."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        follows = part.storage_offset() == start and part.is_contiguous()
+        if part.untyped_storage().data_ptr() != storage or not follows:
+            return None
+        start += part.numel()
+    count = sum(len(part) for part in parts)
+    return first.as_strided((count, *first.shape[1:]), first.stride())
 
 
 # -------------------------------------------------------------------------------------------- AdamW
@@ -342,6 +385,7 @@ class AdamWRule:
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "step")
     whole_matrices: ClassVar[bool] = False
+    whole_parameters: ClassVar[bool] = False
     step_per_parameter: ClassVar[bool] = True
     sends_parameters: ClassVar[bool] = True
     runs_user_code: ClassVar[bool] = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hyperopt.comm import Seat, publish
 from hyperopt.layout import local_tensor
 from hyperopt.ownership import Box, OwnedPiece, OwnedTensor
-from hyperopt.plan import StepPlan
+from hyperopt.plan import Slot, StepPlan
 
 BROADCAST_BYTES = 512 * 2**20
 """Cap of one packed buffer when owners' state is sent to every replica."""
@@ -38,6 +39,8 @@ def state_shape(key: str, parameter_shape: Sequence[int]) -> tuple[int, ...]:
 class StateStore:
     """What this rank owns (`owned`) and what exists anywhere (`entries`), by parameter index.
 
+    Of a divided parameter every owner holds its part: tensors of fewer rows than the local shard.
+
     `synced` holds every parameter's state for as long as a caller wants it here; None otherwise.
     """
 
@@ -50,6 +53,15 @@ class StateStore:
         self.owned.clear()
         self.entries.clear()
         self.synced = None
+
+    def describe(self, names: Sequence[str]) -> list[str]:
+        """What exists, and whether all of it is here, for comparison between ranks."""
+        known = [
+            f"{names[index]}.{key} ({dtype})"
+            for index, entry in self.entries.items()
+            for key, dtype in entry.items()
+        ]
+        return known if self.synced is None else [*known, "a copy of everything"]
 
     def visible(self) -> States:
         """What `optimizer.state` shows."""
@@ -88,6 +100,12 @@ def _absent(parameter: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------- seam
+
+
+def local_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The shape of the local tensor of a shard that holds these boxes, at least one."""
+    intervals = zip(*(zip(b.offsets, b.sizes, strict=True) for b in boxes), strict=True)
+    return tuple(sum(size for _, size in set(along)) for along in intervals)
 
 
 def local_intervals(boxes: Sequence[Box]) -> Iterator[tuple[slice, ...]]:
@@ -171,77 +189,115 @@ def local_part(value: Any, parameter: Tensor, boxes: Sequence[Box], what: str) -
 # ----------------------------------------------------------------------------------- every replica
 
 
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """One state tensor of one slot on its way: where it belongs, and what it looks like."""
+
+    slot: Slot
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def used(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes up in a packed buffer."""
+        return -(-self.used // _ALIGNMENT) * _ALIGNMENT
+
+
 def gather_states(
     plan: StepPlan, seats: Sequence[Seat], store: StateStore, parameters: Sequence[Tensor]
 ) -> States:
     """Every existing state of every parameter, as local tensors, on every replica. Collective.
 
     Owners send packed, 512-byte-aligned buffers of at most `BROADCAST_BYTES` (or one tensor). What
-    this rank owns is returned as it is, not copied.
+    this rank owns whole is returned as it is, not copied.
     """
     states: States = {}
     for slot in plan.slots:
         index, seat = slot.parameter, seats[plan.parameters[slot.parameter].layout]
         if index in store.entries and slot.owner == seat.coordinate:
-            states[index] = dict(store.owned[index])
+            for key, tensor in store.owned[index].items():
+                place(states, slot, key, tensor, parameters[index], len(seat.peers))
     for layout, seat in enumerate(seats):
         if seat.replica_group is None:
             continue
+        slots = [s for s in plan.slots if plan.parameters[s.parameter].layout == layout]
         for owner in range(len(seat.peers)):
-            wanted = [
-                (slot.parameter, key, dtype)
-                for slot in plan.slots
-                if slot.owner == owner and plan.parameters[slot.parameter].layout == layout
+            parcels = [
+                _parcel(slot, key, dtype, parameters[slot.parameter], len(seat.peers))
+                for slot in slots
+                if slot.owner == owner
                 for key, dtype in store.entries.get(slot.parameter, {}).items()
             ]
-            _broadcast(wanted, owner, seat, states, parameters)
+            for batch in _batches(parcels):
+                _send(batch, owner, seat, store, states, parameters)
     return {i: states[i] for i in sorted(states)}
 
 
-def _broadcast(
-    wanted: Sequence[tuple[int, str, torch.dtype]],
-    owner: int,
-    seat: Seat,
-    states: States,
-    parameters: Sequence[Tensor],
+def _parcel(slot: Slot, key: str, dtype: torch.dtype, parameter: Tensor, owners: int) -> _Parcel:
+    part = slot.part_of(local_tensor(parameter), owners)
+    return _Parcel(slot, key, torch.Size(state_shape(key, part.shape)), dtype)
+
+
+def place(
+    states: States, slot: Slot, key: str, tensor: Tensor, parameter: Tensor, owners: int
 ) -> None:
-    """Send an owner's tensors to its replicas, in buffers of bounded size."""
-    batch: list[tuple[int, str, torch.Size, torch.dtype, int]] = []
+    """Note a slot's state as its parameter's; the parts of a divided one become one tensor."""
+    state = states.setdefault(slot.parameter, {})
+    if not slot.divided or key == STEP:
+        state.setdefault(key, tensor)
+        return
+    local = local_tensor(parameter)
+    if key not in state:
+        state[key] = torch.empty(local.shape, dtype=tensor.dtype, device=local.device)
+    slot.part_of(state[key], owners).copy_(tensor)
+
+
+def _batches(parcels: Sequence[_Parcel]) -> Iterator[list[_Parcel]]:
+    """Runs of bounded size; a larger parcel is a batch of its own."""
+    batch: list[_Parcel] = []
     filled = 0
-    for index, key, dtype in wanted:
-        shape = torch.Size(state_shape(key, local_tensor(parameters[index]).shape))
-        size = -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        if batch and filled + size > BROADCAST_BYTES:
-            _send(batch, owner, seat, states, parameters)
+    for parcel in parcels:
+        if batch and filled + parcel.size > BROADCAST_BYTES:
+            yield batch
             batch, filled = [], 0
-        batch.append((index, key, shape, dtype, size))
-        filled += size
+        batch.append(parcel)
+        filled += parcel.size
     if batch:
-        _send(batch, owner, seat, states, parameters)
+        yield batch
 
 
 def _send(
-    batch: Sequence[tuple[int, str, torch.Size, torch.dtype, int]],
+    batch: Sequence[_Parcel],
     owner: int,
     seat: Seat,
+    store: StateStore,
     states: States,
     parameters: Sequence[Tensor],
 ) -> None:
-    device = local_tensor(parameters[batch[0][0]]).device
-    buffer = torch.zeros(sum(size for *_, size in batch), dtype=torch.uint8, device=device)
-    offset = 0
-    views: list[tuple[int, str, Tensor]] = []
-    for index, key, shape, dtype, size in batch:
-        used = shape.numel() * dtype.itemsize
-        views.append((index, key, buffer[offset : offset + used].view(dtype).view(shape)))
-        offset += size
+    """One packed buffer from an owner to its replicas."""
+    device = local_tensor(parameters[batch[0].slot.parameter]).device
+    buffer = torch.zeros(sum(p.size for p in batch), dtype=torch.uint8, device=device)
+    starts = accumulate((p.size for p in batch), initial=0)
+    views = [
+        buffer[start : start + p.used].view(p.dtype).view(p.shape)
+        for start, p in zip(starts, batch, strict=False)
+    ]
     own = owner == seat.coordinate
     if own:
-        for index, key, view in views:
-            view.copy_(states[index][key])
+        for parcel, view in zip(batch, views, strict=True):
+            view.copy_(store.owned[parcel.slot.parameter][parcel.key])
     publish(buffer, owner, seat).wait()
-    if not own:
-        for index, key, view in views:
-            # A copy: a DTensor around a view at an offset cannot be deep-copied, and one tensor
-            # that is kept would keep the whole buffer.
-            states.setdefault(index, {})[key] = view.clone()
+    if own:
+        return
+    for parcel, view in zip(batch, views, strict=True):
+        # A copy: a DTensor around a view at an offset cannot be deep-copied, and one tensor that is
+        # kept would keep the whole buffer.
+        index = parcel.slot.parameter
+        tensor = view if parcel.slot.divided and parcel.key != STEP else view.clone()
+        place(states, parcel.slot, parcel.key, tensor, parameters[index], len(seat.peers))

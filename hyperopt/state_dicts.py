@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from hyperopt.state import STEP, States
 @dataclass(frozen=True, slots=True)
 class ParsedDict:
     """A state dict of any form: state per parameter index, and the groups in this optimizer's
-    order (without `params` and `param_names`)."""
+    order, copied (a learning rate may be a tensor), without `params` and `param_names`."""
 
     states: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]]
@@ -72,7 +73,7 @@ def _parse_nested(
         )
     states = {indices[key]: _present(value) for key, value in state_dict["state"].items()}
     groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in saved]
-    return ParsedDict({i: s for i, s in states.items() if s}, groups)
+    return ParsedDict({i: s for i, s in states.items() if s}, copy.deepcopy(groups))
 
 
 def _parse_flat(state_dict: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> ParsedDict:
@@ -95,7 +96,7 @@ def _parse_flat(state_dict: Mapping[str, Any], group_names: Sequence[Sequence[st
         members = [values[name] for name in group if values[name]]
         if any(member != members[0] for member in members):
             raise ValueError(f"parameters of group {number} have different hyperparameters")
-        groups.append(dict(members[0]) if members else {})
+        groups.append(copy.deepcopy(members[0]) if members else {})
     return ParsedDict({i: _present(s) for i, s in states.items()}, groups)
 
 

@@ -70,6 +70,12 @@ OWNERS = OwnershipEntry(
         SlotEntry("frozen", 1, 5.0),
     ),
 )
+WHOLE = OwnershipEntry(
+    "optimizer",
+    "",
+    2,
+    (SlotEntry("a", 0, 40.0), SlotEntry("b", 1, 40.0), SlotEntry("frozen", 1, 5.0)),
+)
 
 
 def hsdp_manifest() -> Manifest:
@@ -141,9 +147,13 @@ def test_state_gets_its_parameters_owners_and_others_get_none() -> None:
     assert placed["model.steps"].placement.mesh is None
 
 
-def test_a_step_is_held_by_the_owner_of_the_parameters_first_row() -> None:
+def test_a_step_is_held_by_every_owner_of_a_part_of_the_parameter() -> None:
     step = placed_tensors(hsdp_manifest())["optimizer.state.b.step"]
     assert step.placement.shape == (8,)
+    held = [held_boxes(step.placement, step.shape, rank, 4) for rank in range(4)]
+    assert held == [(Box((), ()),)] * 4
+    whole = placed_tensors(make_manifest(dict(hsdp_manifest().tensors), HSDP, ownership=(WHOLE,)))
+    step = whole["optimizer.state.b.step"]
     held = [held_boxes(step.placement, step.shape, rank, 4) for rank in range(4)]
     assert held == [(), (), (Box((), ()),), (Box((), ()),)]
 
@@ -283,12 +293,22 @@ def test_a_new_fsdp_dim_is_strided_over_tensor_parallelism() -> None:
 
 
 def test_owners_are_assigned_over_recorded_costs_and_order() -> None:
+    manifest = make_manifest(dict(hsdp_manifest().tensors), HSDP, ownership=(WHOLE,))
+    (entry,) = retarget(manifest, parse_mesh("4x2")).ownership
+    assert entry.replica_count == 4
+    assert [s.owner for s in entry.slots] == assign_owners([40.0, 40.0, 5.0], 4)
+    assert [(s.fqn, s.rows, s.cost) for s in entry.slots] == [
+        (s.fqn, s.rows, s.cost) for s in WHOLE.slots
+    ]
+
+
+def test_divided_parameters_are_divided_by_the_rows_of_the_targets_shards() -> None:
     target = retarget(hsdp_manifest(), parse_mesh("4x2"))
     (entry,) = target.ownership
-    assert entry.replica_count == 4
-    assert [s.owner for s in entry.slots] == assign_owners([40.0, 20.0, 20.0, 5.0], 4)
-    assert [(s.fqn, s.rows, s.cost) for s in entry.slots] == [
-        (s.fqn, s.rows, s.cost) for s in OWNERS.slots
+    assert [(s.fqn, s.owner, s.rows, s.cost) for s in entry.slots] == [
+        ("a", 0, None, 40.0),
+        *(("b", row % 4, (row, row + 1), 5.0) for row in range(8)),
+        ("frozen", 1, None, 5.0),
     ]
     b = target.placed["optimizer.state.b.exp_avg"].placement
     assert b.replica_count == 4

@@ -42,18 +42,3 @@ def test_equals_torch_and_the_definition(options: dict[str, Any]) -> None:
             torch.testing.assert_close(p.detach(), expected, atol=2e-6, rtol=2e-6)
     state = ours.state_dict()["state"]
     assert [float(state[i]["step"]) for i in range(len(SHAPES))] == [5, 4, 5, 5, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("lr", -1.0),
-        ("eps", float("inf")),
-        ("betas", (0.9, 1.0)),
-        ("betas", 0.9),
-        ("weight_decay", None),
-    ],
-)
-def test_options_are_checked_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=option):
-        DistributedAdamW(make_parameters(((5, 4),), None, ()), **{option: value})

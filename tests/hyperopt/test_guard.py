@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hyperopt
 from hyperopt.guard import fingerprint
 from tests.distributed import run_ranks
+from tests.hyperopt.tracing import Trace, recorded_collectives
 from tests.hyperopt.worlds import make_parameters, set_gradients, whole
 
 DIMS = (None, 0)
@@ -53,6 +54,94 @@ def test_one_flipped_bit_is_named_and_healed(kind: str, replica_count: Any, ever
     assert all(again == [] and same for _, again, same in results)
 
 
+class Messages(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+MESHES: dict[str, tuple[tuple[int, int], Any]] = {
+    "sub-groups": ((4, 1), 2),
+    "empty shards": ((2, 2), "auto"),
+}
+"""Four replicas of which two share state; one row on two shards."""
+
+
+def flip_while_training(
+    kind: str, mesh_shape: tuple[int, int], replica_count: Any, bad_rank: int
+) -> tuple[list[int], list[str], bool]:
+    """bfloat16, checked every third step; a bit of one replica's shard flips after the first."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    parameters = make_parameters(((6, 4), (1, 3), (0, 4), (4, 8)), mesh, DIMS, torch.bfloat16)
+    config = hyperopt.PlanConfig(check_replicas_every=3)
+    optimizer = getattr(hyperopt, kind)(parameters, hsdp_replica_count=replica_count, plan=config)
+    messages = Messages()
+    logging.getLogger("hyperopt.distributed").addHandler(messages)
+    warned: list[int] = []
+    for step in range(1, 7):
+        set_gradients(parameters, step, mesh, DIMS, without=[0])
+        optimizer.step()
+        if step == 1 and dist.get_rank() == bad_rank:
+            with torch.no_grad():
+                parameters[0][1].to_local().view(torch.int16)[1, 2] ^= 1
+        warned += [step] * (len(messages.lines) - len(warned))
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, [whole(p) for _, p in parameters])
+    same = all(torch.equal(a, b) for row in gathered for a, b in zip(row, gathered[0], strict=True))
+    return warned, messages.lines, same
+
+
+def flip_everywhere(kind: str) -> list[Any]:
+    return [
+        flip_while_training(kind, mesh_shape, count, rank)
+        for mesh_shape, count in MESHES.values()
+        for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Muon", "DistributedAdamW"])
+def test_a_flipped_bit_is_named_and_healed_within_n_steps(kind: str) -> None:
+    """In whichever replica and sub-group; by all ranks that hold the shard, and once."""
+    results = run_ranks(flip_everywhere, 4, kind)
+    cases = [(shape, bad) for shape, _ in MESHES.values() for bad in range(4)]
+    for rank, cases_of_rank in enumerate(results):
+        for (mesh_shape, bad), (warned, lines, same) in zip(cases, cases_of_rank, strict=True):
+            concerned = mesh_shape == (4, 1) or rank % 2 == bad % 2
+            assert warned == ([3] if concerned else [])
+            assert all("['layer0.weight']; took the first replica's" in line for line in lines)
+            assert same
+
+
+def guard_traffic() -> list[list[tuple[str, int]]]:
+    """Collectives of the first check, of a second one, and of one that heals one parameter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    parameters = make_parameters(((6, 4),) * 5 + ((1, 3),), mesh, DIMS)
+    optimizer = hyperopt.Muon(parameters)
+    seen = []
+    for check in range(3):
+        if check == 2 and dist.get_rank() == 2:
+            with torch.no_grad():
+                parameters[1][1].to_local()[0, 0] += 1
+        trace = Trace()
+        with recorded_collectives(trace):
+            optimizer.check_replicas(heal=True)
+        seen.append([(e.op, e.nbytes) for e in trace.events if e.op != "all_gather_object"])
+    return seen
+
+
+def test_a_check_costs_one_small_all_reduce_and_what_it_heals() -> None:
+    """Two numbers of eight bytes a parameter, whatever its size; then 3 × 4 floats on the ranks
+    that hold the shard which differs."""
+    check = [("all_reduce", 6 * 16)]
+    healing = [*check, ("broadcast", 3 * 4 * 4)]
+    assert [seen[1:] for seen in run_ranks(guard_traffic, 4)] == [[check, healing], [check] * 2] * 2
+
+
 def test_one_process_has_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = hyperopt.Muon(make_parameters(((4, 4),), None, ()))
     with caplog.at_level(logging.WARNING):
@@ -71,9 +160,3 @@ def test_fingerprint_sees_bits_and_places(dtype: torch.dtype) -> None:
     negative_zero, zero = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)
     negative_zero[1] = -0.0
     assert int(fingerprint(negative_zero)) != int(fingerprint(zero))
-
-
-@pytest.mark.parametrize("value", [-1, True, 0.5])
-def test_interval_is_checked(value: Any) -> None:
-    with pytest.raises(ValueError, match="check_replicas_every"):
-        hyperopt.PlanConfig(check_replicas_every=value)

@@ -38,6 +38,54 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"cautious_weight_decay": True, "weight_decay": 0.5, "apply_lr_in_update": True},
         {"cautious_weight_decay": True, "weight_decay": 0.5, "apply_lr_in_update": True},
     ),
+    "cautious decay, zero scale": (
+        {"cautious_weight_decay": True, "weight_decay": 0.5, "matched_adamw_rms": 0.0},
+        {"cautious_weight_decay": True, "weight_decay": 0.5, "matched_adamw_rms": 0.0},
+    ),
+    "cautious decay, zero scale, folded rate": (
+        {
+            "cautious_weight_decay": True,
+            "weight_decay": 0.5,
+            "matched_adamw_rms": 0.0,
+            "apply_lr_in_update": True,
+        },
+        {
+            "cautious_weight_decay": True,
+            "weight_decay": 0.5,
+            "matched_adamw_rms": 0.0,
+            "apply_lr_in_update": True,
+        },
+    ),
+    "cautious decay, scale one": (
+        {
+            "cautious_weight_decay": True,
+            "weight_decay": 0.5,
+            "matched_adamw_rms": 0.0,
+            "zero_rms_scale_mode": "use_lr",
+        },
+        {
+            "cautious_weight_decay": True,
+            "weight_decay": 0.5,
+            "matched_adamw_rms": 0.0,
+            "zero_rms_scale_mode": "use_lr",
+        },
+    ),
+    "cautious decay, scale one, folded rate": (
+        {
+            "cautious_weight_decay": True,
+            "weight_decay": 0.5,
+            "matched_adamw_rms": 0.0,
+            "zero_rms_scale_mode": "use_lr",
+            "apply_lr_in_update": True,
+        },
+        {
+            "cautious_weight_decay": True,
+            "weight_decay": 0.5,
+            "matched_adamw_rms": 0.0,
+            "zero_rms_scale_mode": "use_lr",
+            "apply_lr_in_update": True,
+        },
+    ),
     "folded rate": ({"apply_lr_in_update": True}, {"apply_lr_in_update": True}),
     "legacy": ({"ns_variant": "legacy", "ns_steps": 7}, {"coefficients": (LEGACY,) * 7}),
     "polar express": (

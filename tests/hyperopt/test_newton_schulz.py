@@ -238,9 +238,11 @@ def test_resolved_tables() -> None:
     assert resolve_coefficients("custom", 1, [[1, -2, 0.5], [9, 9, 9]]) == ((1.0, -2.0, 0.5),)
 
 
-def test_gram_restarts_after_steps_one_and_three() -> None:
+def test_restarts_of_the_gram_form() -> None:
     assert [len(group) for group in step_groups(ASYM5, gram=True)] == [1, 2, 2]
-    assert [len(group) for group in step_groups(POLAR_EXPRESS, gram=True)] == [1, 2, 2, 2, 1]
+    assert [len(group) for group in step_groups(POLAR_EXPRESS, gram=True)] == [1, 1, 2, 2, 2]
+    assert [len(group) for group in step_groups((LEGACY,) * 5, gram=True)] == [1, 1, 2, 1]
+    assert [len(group) for group in step_groups(ASYM5[:1], gram=True)] == [1]
     for table in (ASYM5[:1], ASYM5[:2], ASYM5, POLAR_EXPRESS):
         for gram in (False, True):
             assert sum(step_groups(table, gram=gram), ()) == table

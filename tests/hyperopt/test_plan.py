@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hyperopt.layout import Layout, matrix_shape
 from hyperopt.ownership import MeshSpec, Placement, loads, newton_schulz_cost
 from hyperopt.plan import (
+    SMALLEST_UNIT_BYTES,
     LayoutPlan,
     ParameterSpec,
     PlanConfig,
     StepPlan,
     build_plan,
-    resolve_replica_count,
 )
+from hyperopt.replica_count import resolve_replica_count
 
 
 def hsdp(replicas: int, shards: int, replica_count: int | None = None) -> LayoutPlan:
@@ -98,6 +99,22 @@ def test_units_are_bounded_and_large_slots_come_first() -> None:
     assert max(sizes[0]) >= max(sizes[-1])
 
 
+def test_units_are_cut_for_overlap_where_anything_travels() -> None:
+    parameters = [spec(f"p{i}", (1024, 1024)) for i in range(32)]  # 2 MiB each on the wire
+
+    def units(layout: LayoutPlan, **options: int) -> int:
+        return len(
+            build_plan(parameters, [layout], PlanConfig(**options), whole_matrices=True).units
+        )
+
+    assert units(hsdp(2, 2)) == 4
+    assert units(hsdp(2, 2), units=2) == 2
+    assert units(hsdp(2, 2), units=1) == 1
+    assert units(hsdp(4, 2)) == 4
+    assert units(hsdp(2, 1, 1)) == 1
+    assert units(hsdp(2, 2), units=100) <= 64 // (SMALLEST_UNIT_BYTES // 2**20) // 2
+
+
 def test_owner_maps_are_per_replica_count() -> None:
     layouts = [hsdp(4, 2), hsdp(2, 4)]
     parameters = [replace(spec(f"p{i}", (8, 8)), layout=i % 2) for i in range(8)]
@@ -126,6 +143,7 @@ def test_digest_covers_every_part_of_a_plan() -> None:
         replace(slot, parameter=1),
         replace(slot, owner=1 - slot.owner),
         replace(slot, compute=None),
+        replace(slot, divided=True),
         replace(slot, elements=(31, 33)),
     ]
     units = [
@@ -133,20 +151,34 @@ def test_digest_covers_every_part_of_a_plan() -> None:
         replace(unit, wire="float32"),
         replace(unit, dtype="bfloat16"),
         replace(unit, owned=unit.owned[::-1]),
-        replace(unit, owned=((slots[3],), unit.owned[1])),
+        replace(unit, owned=((slots[4],), unit.owned[1])),
     ]
-    assert {f.name for f in fields(slot)} == {"parameter", "owner", "compute", "elements"}
+    assert {f.name for f in fields(slot)} == {
+        "parameter",
+        "owner",
+        "compute",
+        "elements",
+        "divided",
+    }
     assert {f.name for f in fields(unit)} == {"layout", "wire", "dtype", "owned"}
     plans = [
         plan,
         replace(plan, gather="all_gather"),
+        replace(plan, compile=True),
         replace(plan, parameters=plan.parameters[:1]),
     ]
     plans += [replace(plan, layouts=(hsdp(2, 2, 1),)), replace(plan, units=())]
     plans += [replace(plan, slots=(changed, plan.slots[1])) for changed in slots]
     plans += [replace(plan, units=(changed,)) for changed in units]
     assert len({p.digest() for p in plans}) == len(plans)
-    assert {f.name for f in fields(plan)} == {"parameters", "layouts", "slots", "units", "gather"}
+    assert {f.name for f in fields(plan)} == {
+        "parameters",
+        "layouts",
+        "slots",
+        "units",
+        "gather",
+        "compile",
+    }
 
 
 def test_thousands_of_shards_share_what_a_shape_means() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import hyperopt
+from tests.hyperopt.counting import Traffic
 
 SHAPES = ((18, 6), (5, 7), (3, 9), (0, 4), (16, 16), (8, 24), (24, 8), (6, 1, 5), (4, 3, 5))
 """Even, uneven and empty shards on four ranks; a convolution and a batch of experts."""
@@ -73,27 +73,6 @@ def set_gradients(
         parameter.grad = None if i in without else place(value.to(parameter.dtype), mesh, dims)
 
 
-def count_traffic(received: list[int]) -> Callable[[], None]:
-    """Record the bytes that each data collective brings to this rank; returns the undo."""
-    original = dist.all_to_all_single, dist.broadcast
-
-    def all_to_all_single(output: Tensor, sent: Tensor, outs: Any, ins: Any, **kw: Any) -> Any:
-        own = outs[dist.get_group_rank(kw["group"], dist.get_rank())]
-        received.append(output.numel() * output.element_size() - own)
-        return original[0](output, sent, outs, ins, **kw)
-
-    def broadcast(tensor: Tensor, src: int, **kw: Any) -> Any:
-        received.append(0 if src == dist.get_rank() else tensor.numel() * tensor.element_size())
-        return original[1](tensor, src, **kw)
-
-    dist.all_to_all_single, dist.broadcast = all_to_all_single, broadcast
-
-    def undo() -> None:
-        dist.all_to_all_single, dist.broadcast = original
-
-    return undo
-
-
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
@@ -117,13 +96,12 @@ def train(
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names) if mesh_shape else None
     parameters = make_parameters(shapes, mesh, dims, dtype)
     optimizer = getattr(hyperopt, kind)(parameters, **options)
-    received: list[int] = []
+    traffic = Traffic()
     for step in range(steps):
         set_gradients(parameters, step, mesh, dims, (without or {}).get(step, ()))
-        received.clear()
-        undo = count_traffic(received)
-        optimizer.step()
-        undo()
+        traffic = Traffic()
+        with traffic:
+            optimizer.step()
     owned = optimizer.owned_state()
     state = optimizer.state_dict()["state"]
     return Outcome(
@@ -139,8 +117,8 @@ def train(
             for value in owned.values()
             for piece in value.pieces
         ),
-        received_bytes=sum(received),
-        collectives=len(received),
+        received_bytes=traffic.received,
+        collectives=len(traffic.data),
         groups=[{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     )
 

@@ -83,7 +83,7 @@ class ReferenceMuon:
         orthogonal = newton_schulz(matrices, options.coefficients, options.epsilon, self.dtype)
         factor = update_factor(matrices.shape[-2], matrices.shape[-1], options)
         update = factor * orthogonal.reshape(p.shape)
-        decayed = decay(p, orthogonal.reshape(p.shape), options)
+        decayed = decay(p, abs(factor) * orthogonal.reshape(p.shape), options)
         p.copy_(decayed + update if options.apply_lr_in_update else decayed - options.lr * update)
 
 
@@ -121,9 +121,10 @@ def update_factor(rows: int, columns: int, options: MuonOptions) -> float:
     return -options.lr * scale if options.apply_lr_in_update else scale
 
 
-def decay(p: Tensor, orthogonal: Tensor, options: MuonOptions) -> Tensor:
-    """Step 5, before the update, which moves the parameter against `orthogonal`."""
+def decay(p: Tensor, downhill: Tensor, options: MuonOptions) -> Tensor:
+    """Step 5, before the update, which moves the parameter against `downhill`, or not at all where
+    that is zero."""
     shrunk = (1 - options.lr * options.weight_decay) * p
     if not options.cautious_weight_decay:
         return shrunk
-    return torch.where(orthogonal * p > 0, shrunk, p)
+    return torch.where(downhill * p > 0, shrunk, p)

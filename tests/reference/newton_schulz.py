@@ -32,3 +32,21 @@ def _iterate(x: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
+
+
+def by_singular_values(matrix: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
+    """The same by a decomposition, without epsilon: polynomials act on singular values alone."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    norm = values.norm(dim=-1, keepdim=True)
+    values = values / torch.where(norm == 0, 1.0, norm)
+    for a, b, c in coefficients:
+        values = a * values + b * values**3 + c * values**5
+    result: Tensor = (left * values.unsqueeze(-2)) @ right
+    return result
+
+
+def polar(matrix: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrix `UV'`, where every singular value is 1."""
+    left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    result: Tensor = left @ right
+    return result
