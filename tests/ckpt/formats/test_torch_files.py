@@ -110,7 +110,7 @@ def test_torch_loads_a_file_a_rank(tmp_path: Path, copies: Any) -> None:
         # Rows 0 to 9 belong to replica 0, the others to replica 1.
         owner = copies == "all" or shard == rank // 2
         assert ("momentum_buffer" in own) == owner
-        assert ("step" in own) == (copies == "all" or rank < 2)
+        assert "step" in own  # a number lies with every owner of a part
     assert plan.bytes_read == sum(raw.nbytes for raw in data.values())
     assert plan.bytes_written > plan.bytes_read
 
