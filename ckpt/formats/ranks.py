@@ -21,11 +21,11 @@ from ckpt.formats.record import foreign_files, modified, with_parameter_shapes
 from ckpt.formats.state_tree import OptimizerKeys
 from ckpt.formats.target import Contents, FormatName, OpenFile, PlannedFile
 from ckpt.formats.torch_archive import RawTensor
-from ckpt.formats.torch_file import LocalTensor, torch_opener
+from ckpt.formats.torch_file import LocalTensor, TorchFileWriter, open_torch_file
 from ckpt.formats.torch_reader import StateFile, read_state_file
 from ckpt.manifest import ChunkEntry, Index, Manifest, TensorEntry, Topology
 from ckpt.planner import PlannedChunk
-from ckpt.storage import Storage
+from ckpt.storage import Storage, Writer
 from ckpt.topology import (
     PlacedTensor,
     StateOf,
@@ -120,22 +120,30 @@ class RanksFormat:
 
     def opener(self, file: PlannedFile, record: Manifest) -> OpenFile:
         """Local tensors, by the record's topology."""
-        placed = placed_tensors(record)
-        boxes: dict[str, list[Box]] = {key: [] for key in file.tensors}
-        for chunk in file.chunks:
-            boxes[chunk.key].append(chunk.box)
-        tensors = [
-            LocalTensor(key, placed[key].dtype, local_sizes(placed[key], own), tuple(own))
-            for key, own in boxes.items()
-        ]
-        layout = {"rank": file.writer, "copies": self.copies}
-        return torch_opener(tensors, record, self.keys, layout)
+
+        def open_file(writer: Writer, name: str) -> TorchFileWriter:
+            layout = {"rank": file.writer, "copies": self.copies}
+            tensors = _local_tensors(file, record)
+            return open_torch_file(writer, name, tensors, record, self.keys, layout)
+
+        return open_file
 
     def companions(
         self, files: Iterable[PlannedFile], record: Manifest, names: Mapping[str, str]
     ) -> Mapping[str, bytes]:
         """None."""
         return {}
+
+
+def _local_tensors(file: PlannedFile, record: Manifest) -> list[LocalTensor]:
+    placed = placed_tensors(record)
+    boxes: dict[str, list[Box]] = {key: [] for key in file.tensors}
+    for chunk in file.chunks:
+        boxes[chunk.key].append(chunk.box)
+    return [
+        LocalTensor(key, placed[key].dtype, local_sizes(placed[key], own), tuple(own))
+        for key, own in boxes.items()
+    ]
 
 
 # ---------------------------------------------------------------------------------------- reading

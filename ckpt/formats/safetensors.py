@@ -179,13 +179,16 @@ class SafetensorsFormat:
 
     def opener(self, file: PlannedFile, record: Manifest) -> OpenFile:
         """The first file carries the record."""
-        prefix = self._prefix(file)
-        metadata = {PREFIX_NAME: prefix}
-        if file.writer == 0:
-            metadata[RECORD_NAME] = encode_record(record)
-        tensors = {key.removeprefix(prefix): _form(record.tensors[key]) for key in file.tensors}
-        header = encode_header(tensors, metadata)
-        return lambda writer, name: SafetensorsWriter(writer, name, header)
+
+        def open_file(writer: Writer, name: str) -> SafetensorsWriter:
+            prefix = self._prefix(file)
+            metadata = {PREFIX_NAME: prefix}
+            if file.writer == 0:
+                metadata[RECORD_NAME] = encode_record(record)
+            own = {key.removeprefix(prefix): _form(record.tensors[key]) for key in file.tensors}
+            return SafetensorsWriter(writer, name, encode_header(own, metadata))
+
+        return open_file
 
     def companions(
         self, files: Iterable[PlannedFile], record: Manifest, names: Mapping[str, str]

@@ -68,7 +68,8 @@ class TargetFormat(Protocol):
         """The files. Raises UsageError or IncompatibleError for what the format cannot hold."""
 
     def opener(self, file: PlannedFile, record: Manifest) -> OpenFile:
-        """How one of these files is written. `record` is the new manifest, still without files."""
+        """How one of these files is written. `record` is the new manifest, still without files.
+        What is large is made when the file opens: all files are known long before they are open."""
 
     def companions(
         self, files: Iterable[PlannedFile], record: Manifest, names: Mapping[str, str]

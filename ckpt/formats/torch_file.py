@@ -32,7 +32,7 @@ from ckpt.formats.zip_records import (
     directory,
     small_record,
 )
-from ckpt.manifest import ChunkEntry, FileEntry, Manifest
+from ckpt.manifest import ChunkEntry, FileEntry, Manifest, TensorEntry
 from ckpt.planner import PlannedChunk
 from ckpt.storage import Writer
 from ckpt.topology import PlacedTensor
@@ -125,13 +125,15 @@ class LocalTensor:
     boxes: tuple[Box, ...]
 
 
-def torch_opener(
+def open_torch_file(
+    writer: Writer,
+    name: str,
     tensors: Sequence[LocalTensor],
     record: Manifest,
     keys: OptimizerKeys,
     layout: Mapping[str, Any] | None = None,
-) -> OpenFile:
-    """How a file with these tensors is written; it carries the record, and the layout."""
+) -> TorchFileWriter:
+    """Begin a file with these tensors; it carries the record, and the layout."""
     leaves, data = {}, []
     for number, tensor in enumerate(tensors):
         leaves[tensor.key] = StoredTensor(number, tensor.dtype, tensor.sizes)
@@ -139,8 +141,7 @@ def torch_opener(
         data.append(StoredData(number, size, len(tensor.boxes)))
     tree = state_tree(record, leaves, keys)
     notes = {RECORD_NAME: encode_record(record), **({LAYOUT_NAME: layout} if layout else {})}
-    pickle = encode({**tree, **notes})
-    return lambda writer, name: TorchFileWriter(writer, name, pickle, data)
+    return TorchFileWriter(writer, name, encode({**tree, **notes}), data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +167,20 @@ class TorchFormat:
 
     def opener(self, file: PlannedFile, record: Manifest) -> OpenFile:
         """Whole tensors."""
-        tensors = []
-        for key in file.tensors:
-            entry = record.tensors[key]
-            boxes = (Box.whole(entry.shape),) if math.prod(entry.shape) else ()
-            tensors.append(LocalTensor(key, entry.dtype, entry.shape, boxes))
-        return torch_opener(tensors, record, self.keys)
+
+        def open_file(writer: Writer, name: str) -> TorchFileWriter:
+            tensors = [_whole(key, record.tensors[key]) for key in file.tensors]
+            return open_torch_file(writer, name, tensors, record, self.keys)
+
+        return open_file
 
     def companions(
         self, files: Iterable[PlannedFile], record: Manifest, names: Mapping[str, str]
     ) -> Mapping[str, bytes]:
         """None."""
         return {}
+
+
+def _whole(key: str, entry: TensorEntry) -> LocalTensor:
+    boxes = (Box.whole(entry.shape),) if math.prod(entry.shape) else ()
+    return LocalTensor(key, entry.dtype, entry.shape, boxes)
