@@ -30,7 +30,7 @@ from ckpt.verify import verify_checkpoint
 from tests.distributed import run_ranks
 
 SHARED_MEMORY = Path("/dev/shm")
-MEASURES = ("save", "load", "bytes", "planning", "verify", "reshard")
+MEASURES = ("save", "async", "load", "bytes", "planning", "verify", "reshard")
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 COPIES = 4
 """Checkpoints of the given size that lie on a disk at the same time, at most, with some room."""
@@ -104,7 +104,7 @@ def timed_on(scratch: Path, where: str, options: Options) -> list[Result]:
     """Everything that is timed in one place."""
     nbytes, pairs, only = options.nbytes, options.pairs, options.only
     results: list[Result] = []
-    if only & {"save", "load"}:
+    if only & {"save", "async", "load"}:
         ranks = scratch / "ranks"
         ranks.mkdir()
         arguments = (ranks, nbytes, pairs, where, only)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.report import Result, measure_pairs
-from ckpt import CheckpointManager, load, save
+from ckpt import CheckpointManager, SaveHandle, load, save
 from ckpt.coordinator import Coordinator, open_coordinator
 from ckpt.state.capture import PlanCache, PlannedWrite, capture_state
 from ckpt.state.tensors import blocks
@@ -28,6 +28,9 @@ from hyperopt import DistributedAdamW
 
 WORLD = 4
 MIB = 2**20
+
+STALL_SECONDS = 0.01
+"""What a save in the background may take besides copying: agreeing with all ranks."""
 
 
 class Training:
@@ -77,6 +80,16 @@ class Training:
         path = self.directory / "run" / f"step-{step:08d}"
         return timed(lambda: self.manager.save(step, **self.state), path)
 
+    def stall(self) -> float:
+        """How long a save in the background keeps training waiting, less `STALL_SECONDS`."""
+        self._turn += 1
+        step = self._turn
+        handles: list[SaveHandle] = []
+        seconds = timed(lambda: handles.append(self.manager.async_save(step, **self.state)))
+        handles[0].wait()
+        remove(self.directory / "run" / f"step-{step:08d}")
+        return seconds - STALL_SECONDS
+
     def save_stock(self) -> float:
         """`dcp.save` of the same content, with fsync. Torch's state dict has the whole state on
         every replica, so collecting it from the owners is part of the time."""
@@ -123,6 +136,21 @@ class Training:
             ),
         ]
 
+    def stall_results(self, pairs: int) -> list[Result]:
+        """Saves in the background against all ranks copying the same bytes to warm memory."""
+        live = [write.tensor for write in self.writes()]
+        copies = [torch.empty_like(tensor) for tensor in live]
+
+        def copy() -> None:
+            for target, source in zip(copies, live, strict=True):
+                target.copy_(source)
+
+        stalls = measure_pairs(self.stall, lambda: timed(copy), pairs, 2)
+        measure = (
+            f"async stall less {STALL_SECONDS * 1e3:.0f} ms, {self.unique_bytes / MIB:.0f} MiB"
+        )
+        return [stalls.result(measure, "copy by all ranks", speedup=False, reach=1.3)]
+
     def load_results(self, pairs: int, where: str) -> list[Result]:
         """Loads into live objects, against `dcp.load` into a state dict that is ready for it."""
         ours, theirs = self.fresh("ours"), self.fresh("stock")
@@ -146,22 +174,31 @@ def timed(work: Callable[[], Any], leftover: Path | None = None) -> float:
     work()
     dist.barrier()
     seconds = time.perf_counter() - started
-    if leftover is not None and dist.get_rank() == 0:
-        shutil.rmtree(leftover)
-    dist.barrier()
+    if leftover is not None:
+        remove(leftover)
     return seconds
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, on all ranks together."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path)
+    dist.barrier()
 
 
 def timed_results(
     directory: Path, nbytes: int, pairs: int, where: str, only: frozenset[str]
 ) -> list[Result]:
-    """Runs on four ranks: what of `save` and `load` is in `only`."""
+    """Runs on four ranks: what of `save`, `async` and `load` is in `only`."""
     width = 1024
     layers = max(1, round(nbytes / (3 * 4 * width * width)))
     training = Training(directory, layers, width)
     results: list[Result] = []
     if "save" in only:
         results += training.save_results(pairs, where)
+    if "async" in only:
+        results += training.stall_results(pairs)
     if "load" in only:
         results += training.load_results(pairs, where)
     return results

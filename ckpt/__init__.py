@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.background import SaveHandle, async_save
     from ckpt.checkpoint import open_checkpoint
     from ckpt.errors import (
         CheckpointError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt.loading import load
     from ckpt.manager import CheckpointManager
     from ckpt.reshard import execute_reshard, plan_reshard
+    from ckpt.retention import KeepBest
     from ckpt.saving import save
     from ckpt.verify import verify_checkpoint
 
@@ -33,11 +35,14 @@ __all__ = [
     "CorruptError",
     "DestinationExistsError",
     "IncompatibleError",
+    "KeepBest",
     "LockedError",
     "NotAuthorisedError",
     "NotFoundError",
+    "SaveHandle",
     "TryAgainError",
     "UsageError",
+    "async_save",
     "execute_reshard",
     "load",
     "open_checkpoint",
@@ -52,11 +57,14 @@ _MODULES = {
     "CorruptError": "ckpt.errors",
     "DestinationExistsError": "ckpt.errors",
     "IncompatibleError": "ckpt.errors",
+    "KeepBest": "ckpt.retention",
     "LockedError": "ckpt.errors",
     "NotAuthorisedError": "ckpt.errors",
     "NotFoundError": "ckpt.errors",
+    "SaveHandle": "ckpt.background",
     "TryAgainError": "ckpt.errors",
     "UsageError": "ckpt.errors",
+    "async_save": "ckpt.background",
     "execute_reshard": "ckpt.reshard",
     "load": "ckpt.loading",
     "open_checkpoint": "ckpt.checkpoint",

@@ -24,7 +24,7 @@ def open_parts(state: Mapping[str, Any], reader: TensorReader) -> list[Part]:
     That is the order in which they are loaded, so that a scheduler finds its optimizer loaded.
     Raises UsageError, naming the object, for what has no state to save.
     """
-    modules = {name: found for name, value in state.items() if (found := _modules(name, value))}
+    modules = find_modules(state)
     models = [ModelPart(name, found, reader) for name, found in modules.items()]
     named = [module for found in modules.values() for module in found]
     has_optimizer = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
@@ -40,6 +40,11 @@ def open_parts(state: Mapping[str, Any], reader: TensorReader) -> list[Part]:
         else:
             others.append(_object_part(name, value, reader))
     return [*models, *optimizers, *others]
+
+
+def find_modules(state: Mapping[str, Any]) -> dict[str, tuple[nn.Module, ...]]:
+    """The modules of a state, by the names under which they are passed."""
+    return {name: found for name, value in state.items() if (found := _modules(name, value))}
 
 
 def _modules(name: str, value: Any) -> tuple[nn.Module, ...]:

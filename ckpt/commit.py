@@ -3,27 +3,109 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
 
 import msgspec
 import xxhash
 
 from ckpt.coverage import check_coverage
-from ckpt.errors import CheckpointError, CorruptError, LockedError, UsageError
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    DestinationExistsError,
+    LockedError,
+    UsageError,
+)
+from ckpt.lease import RunLease
 from ckpt.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     FileEntry,
     Manifest,
+    Parent,
     decode_manifest,
     encode_manifest,
     read_manifest,
 )
+from ckpt.metrics import METRICS, encode_metrics
 from ckpt.names import name_problem
 from ckpt.storage import Storage
 
-__all__ = ["PENDING_PREFIX", "PendingCheckpoint", "check_coverage"]
+__all__ = ["PENDING_PREFIX", "SAVE_ID", "Destination", "PendingCheckpoint", "check_coverage"]
 
 PENDING_PREFIX = ".pending-"
+
+SAVE_ID = "save"
+"""The producer's entry that identifies one attempt at a checkpoint: its token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a checkpoint goes: a directory `name` under `root`, its step, and its parent.
+
+    `lease` is the right to write there, where it is a run; `metrics` are those of the step.
+    """
+
+    root: Storage
+    name: str
+    step: int | None = None
+    parent: Parent | None = None
+    lease: RunLease | None = None
+    metrics: Mapping[str, SupportsFloat] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """The checkpoint, as shown to people."""
+        return self.root.child(self.name).url
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What the manifest records beside the state. UsageError for metrics that are none."""
+        return {METRICS: encode_metrics(self.metrics)} if self.metrics else {}
+
+    def claim(self) -> None:
+        """Make sure, before anything is written, that this job may write here. LockedError, saying
+        who, if another job writes this run."""
+        if self.lease is not None:
+            self.lease.acquire()
+            self.lease.check()
+
+    def check_writer(self) -> None:
+        """LockedError, saying who, if another job has taken over this run since it was claimed."""
+        if self.lease is not None:
+            self.lease.check()
+
+    def check(self) -> None:
+        """Everything that can be known before there is any data: rights, name, metrics."""
+        self.claim()
+        self.check_absent()
+        encode_metrics(self.metrics)
+
+    def check_absent(self) -> None:
+        """Raises DestinationExistsError if a checkpoint of this name is there."""
+        # On object stores a killed save leaves files without a manifest there, under its own token.
+        name = self.name if self.root.atomic_rename else f"{self.name}/{MANIFEST_NAME}"
+        if self.root.exists(name):
+            raise DestinationExistsError(f"{self.url} exists, and saving overwrites nothing")
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises CheckpointError if the store tells that it has no room for `nbytes` of tensors."""
+        free = self.root.free_bytes()
+        if free is not None and nbytes > free:
+            raise CheckpointError(
+                f"{self.url} needs {nbytes:,} bytes of data, and {self.root.url} has {free:,} "
+                "bytes free; nothing was written: make room, or keep fewer checkpoints (keep_last)"
+            )
+
+    def committed(self, token: str) -> Manifest | None:
+        """The manifest, if it is in place and of the attempt with this token."""
+        try:
+            manifest = read_manifest(self.root.child(self.name))
+        except (CheckpointError, OSError):
+            return None
+        return manifest if manifest.producer.get(SAVE_ID) == token else None
 
 
 class PendingCheckpoint:
@@ -39,9 +121,13 @@ class PendingCheckpoint:
     """
 
     def __init__(self, root: Storage, name: str, token: str) -> None:
+        for part in (name, token):
+            if name_problem(part) is not None or "/" in part:
+                raise UsageError(f"{root.url}: {part!r} cannot be part of a checkpoint's name")
         self._root = root
         self._name = name
         self._token = token
+        self._may_be_committed = False
         self._renames = root.atomic_rename
         self._directory = f"{PENDING_PREFIX}{name}-{token}" if self._renames else name
         self.storage = root.child(self._directory)
@@ -50,12 +136,13 @@ class PendingCheckpoint:
     def begin(cls, root: Storage, name: str, token: str) -> PendingCheckpoint:
         """Start writing checkpoint `name` below `root`. Every rank calls this with the token that
         rank 0 made up (any text unique to this attempt); it makes the directory."""
-        for part in (name, token):
-            if name_problem(part) is not None or "/" in part:
-                raise UsageError(f"{root.url}: {part!r} cannot be part of a checkpoint's name")
         pending = cls(root, name, token)
-        root.make_directory(pending.directory)
+        pending.make_directory()
         return pending
+
+    def make_directory(self) -> None:
+        """Make the directory in which files are written. Every writer may do so."""
+        self._root.make_directory(self._directory)
 
     @property
     def directory(self) -> str:
@@ -67,10 +154,16 @@ class PendingCheckpoint:
         stores one that no other attempt at this checkpoint uses."""
         return name if self._renames else f"{self._token}/{name}"
 
-    def commit(self, manifest: Manifest, metadata: bytes | None = None) -> Manifest:
+    def commit(
+        self,
+        manifest: Manifest,
+        metadata: bytes | None = None,
+        last_check: Callable[[], None] = lambda: None,
+    ) -> Manifest:
         """Make it a checkpoint, and return the manifest as it was written.
 
         `manifest` lists what the writers wrote (not `.metadata`, whose contents `metadata` are).
+        `last_check` raises if it must not become one; nothing slow follows before it does.
         LockedError if another writer committed this name first: it says who, and this attempt is
         removed. CorruptError if a listed file is missing or has another size. After any error the
         checkpoint is not there, unless the very last sync failed.
@@ -81,8 +174,9 @@ class PendingCheckpoint:
         data = encode_manifest(manifest)
         self._check_files(manifest)
         if self._renames:
-            self._commit_by_rename(manifest, data, metadata)
+            self._commit_by_rename(manifest, data, metadata, last_check)
         else:
+            last_check()
             self._commit_by_create(data, metadata)
         return decode_manifest(data, MANIFEST_NAME)
 
@@ -98,7 +192,13 @@ class PendingCheckpoint:
                     f"but its writer reported {entry.size}"
                 )
 
-    def _commit_by_rename(self, manifest: Manifest, data: bytes, metadata: bytes | None) -> None:
+    def _commit_by_rename(
+        self,
+        manifest: Manifest,
+        data: bytes,
+        metadata: bytes | None,
+        last_check: Callable[[], None],
+    ) -> None:
         # A loser should not spend its time on syncing; the rename below is what decides.
         if self._root.exists(self._name):
             raise self._lost()
@@ -108,6 +208,7 @@ class PendingCheckpoint:
             self.storage.sync_directory(directory)
         _write(self.storage, MANIFEST_NAME, data)
         self.storage.sync_directory()
+        last_check()
         try:
             self._root.rename(self._directory, self._name)
         except FileExistsError:
@@ -117,6 +218,7 @@ class PendingCheckpoint:
     def _commit_by_create(self, data: bytes, metadata: bytes | None) -> None:
         # Read back either way. A put whose answer got lost is repeated by the client, and then
         # finds itself; and a store that ignores the condition lets somebody else replace ours.
+        self._may_be_committed = True
         with contextlib.suppress(FileExistsError):
             self.storage.create_exclusive(MANIFEST_NAME, data)
         if self.storage.read(MANIFEST_NAME) != data:
@@ -128,6 +230,7 @@ class PendingCheckpoint:
 
     def _lost(self) -> LockedError:
         """Clean up, and say who committed this checkpoint first."""
+        self._may_be_committed = False
         self.abandon()
         where = f"{self._root.url}/{self._name}"
         try:
@@ -145,10 +248,14 @@ class PendingCheckpoint:
         )
 
     def abandon(self) -> None:
-        """Remove what this attempt wrote; nothing if it is gone, or has been committed."""
+        """Remove what this attempt wrote; nothing if it is gone, or has been committed.
+
+        On an object store nothing is removed either once the deciding put was sent, whatever its
+        answer: the files may belong to a checkpoint.
+        """
         if self._renames:
             self._root.remove(self._directory)
-        else:
+        elif not self._may_be_committed:
             self.storage.remove(self._token)
 
 

@@ -7,21 +7,26 @@ failure on any rank becomes an error on every rank, so that nobody waits for a r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from ckpt import errors
 from ckpt.errors import CheckpointError, TryAgainError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 LEADER = 0
 TIMEOUT = timedelta(minutes=30)
+
+_SOURCE_FILE = re.compile(r"\[[^\[\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*")
 
 
 class Coordinator(Protocol):
@@ -43,6 +48,9 @@ class Coordinator(Protocol):
 
     def broadcast_object(self, value: T) -> T:
         """The leader's value."""
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; cheaper than gathering objects."""
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -70,6 +78,10 @@ class SingleProcess:
         """The same value."""
         return value
 
+    def any_rank(self, flag: bool) -> bool:
+        """The same flag."""
+        return flag
+
     def barrier(self) -> None:
         """Nothing to wait for."""
 
@@ -88,32 +100,40 @@ class GlooGroup:
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, in order of rank."""
         values: list[Any] = [None] * self.world_size
-        with _peers_alive():
+        with peers_alive():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_object(self, value: T) -> list[T] | None:
         """Every rank's value on the leader, None on all others."""
         values: list[Any] | None = [None] * self.world_size if self.rank == LEADER else None
-        with _peers_alive():
+        with peers_alive():
             dist.gather_object(value, values, dst=LEADER, group=self.group)
         return values
 
     def broadcast_object(self, value: T) -> T:
         """The leader's value."""
         values: list[Any] = [value]
-        with _peers_alive():
+        with peers_alive():
             dist.broadcast_object_list(values, src=LEADER, group=self.group)
         return cast(T, values[0])
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; cheaper than gathering objects."""
+        found = torch.tensor([int(flag)])
+        with peers_alive():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
+
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        with _peers_alive():
+        with peers_alive():
             dist.barrier(group=self.group)
 
     def close(self) -> None:
-        """Destroy the group."""
-        dist.destroy_process_group(self.group)
+        """Destroy the group; nothing to do where the trainer has destroyed all groups before."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
 
 
 def open_coordinator(timeout: timedelta = TIMEOUT) -> Coordinator:
@@ -138,14 +158,26 @@ def coordinating(given: Coordinator | None) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def _peers_alive() -> Iterator[None]:
+def peers_alive() -> Iterator[None]:
     """Say what a broken connection means."""
     try:
         yield
     except RuntimeError as error:
         raise TryAgainError(
-            f"another rank died or stopped answering during a checkpoint operation: {error}"
+            "another rank died or stopped answering during a checkpoint operation: "
+            f"{_plain(str(error))}"
         ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            "the process group is gone: close the manager, or wait for the save, before "
+            "destroy_process_group()"
+        ) from error
+
+
+def _plain(text: str) -> str:
+    """The first line of a message of gloo, without the source files it was built from."""
+    first = text.strip().partition("\n")[0]
+    return _SOURCE_FILE.sub("", first).strip()
 
 
 def gather_distinct(coordinator: Coordinator, digests: Sequence[bytes], own: T) -> list[T]:
@@ -187,14 +219,8 @@ def together(coordinator: Coordinator, what: str, function: Callable[[], T]) -> 
     Where it raises on any rank, every rank raises: the class of the lowest failing rank's error,
     and a message with the rank and cause of each. `what` completes 'cannot ...'. A collective.
     """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = function()
-    except Exception as caught:
-        error = caught
-    failure = None if error is None else Failure.of(error)
-    outcomes = coordinator.all_gather_object((failure, result))
+    outcome, error = _attempt(function)
+    outcomes = coordinator.all_gather_object(outcome)
     _raise_failures(what, [failure for failure, _ in outcomes], error)
     return [cast(T, result) for _, result in outcomes]
 
@@ -211,23 +237,59 @@ def on_leader(coordinator: Coordinator, what: str, function: Callable[[], T]) ->
     outcome: tuple[Failure | None, T | None] = (None, None)
     error: Exception | None = None
     if coordinator.rank == LEADER:
-        try:
-            outcome = (None, function())
-        except Exception as caught:
-            error = caught
-            outcome = (Failure.of(caught), None)
+        outcome, error = _attempt(function)
     failure, result = coordinator.broadcast_object(outcome)
     _raise_failures(what, [failure], error)
     return cast(T, result)
 
 
+def conclude(
+    coordinator: Coordinator,
+    what: str,
+    function: Callable[[], T],
+    then_what: str,
+    then: Callable[[list[T]], R],
+) -> R:
+    """Run `function` on every rank, then `then` on rank 0 with all results, in order of rank; every
+    rank gets what that returns. Two collectives, one there and one back.
+
+    Where either fails, every rank raises, as in `together`: that it cannot `what`, or `then_what`.
+    """
+    outcome, error = _attempt(function)
+    outcomes = coordinator.gather_object(outcome) or []
+    verdict: tuple[Failure | None, R | None] = (_joined(what, [f for f, _ in outcomes]), None)
+    if coordinator.rank == LEADER and verdict[0] is None:
+        results = [cast(T, result) for _, result in outcomes]
+        (failure, concluded), error = _attempt(lambda: then(results))
+        verdict = (_joined(then_what, [failure]), concluded)
+    failure, final = coordinator.broadcast_object(verdict)
+    if failure is not None:
+        raise failure.error_class()(failure.message) from error
+    return cast(R, final)
+
+
+def _attempt(function: Callable[[], T]) -> tuple[tuple[Failure | None, T | None], Exception | None]:
+    """What `function` gives: its failure or result, in a form that travels, and its exception."""
+    try:
+        return (None, function()), None
+    except Exception as error:
+        return (Failure.of(error), None), error
+
+
 def _raise_failures(what: str, failures: list[Failure | None], own: Exception | None) -> None:
+    joined = _joined(what, failures)
+    if joined is not None:
+        raise joined.error_class()(joined.message) from own
+
+
+def _joined(what: str, failures: list[Failure | None]) -> Failure | None:
+    """The failures of ranks 0, 1, 2, ... as one, None if there are none."""
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if not failed:
-        return
+        return None
     messages = dict.fromkeys(failure.message for failure in failed.values())
     if len(messages) == 1 and len(failed) == len(failures):
         text = next(iter(messages))
     else:
         text = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failed.items())
-    raise next(iter(failed.values())).error_class()(f"cannot {what}: {text}") from own
+    return Failure(next(iter(failed.values())).kind, f"cannot {what}: {text}")

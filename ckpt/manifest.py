@@ -152,7 +152,12 @@ def _read_small(storage: Storage, name: str) -> bytes:
     size = storage.size(name)
     if size > MAX_JSON_BYTES:
         raise CorruptError(_too_large(f"{storage.url}/{name}", size))
-    return storage.read(name)
+    try:
+        return storage.read(name)
+    except IsADirectoryError:
+        raise CorruptError(
+            f"{storage.url}/{name}: is a directory, where a checkpoint has a file"
+        ) from None
 
 
 def _too_large(where: str, size: int) -> str:

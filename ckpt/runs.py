@@ -1,7 +1,8 @@
 """The checkpoints of a run, as its directory shows them. No torch.
 
 A directory with a manifest is committed. `.pending-<name>-<token>` is a save in flight or its
-leftovers; `.trash-<name>-<token>` a checkpoint that retention is removing.
+leftovers; `.trash-<name>-<token>` a checkpoint that retention is removing; `.run` says who writes
+the run (`ckpt.lease`), what is pinned and who reads (`ckpt.marks`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ STALE_SECONDS = 3600.0
 
 _NAME = re.compile(r"step-(\d+)")
 _PENDING = re.compile(r"\.pending-(?P<name>.+)-[^-]+")
+_TRASH = re.compile(r"\.trash-(?P<name>.+)-[^-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,12 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def trashed_name(trash: str) -> str | None:
+    """What a directory of trash was called before, None if its name does not say."""
+    match = _TRASH.fullmatch(trash)
+    return match["name"] if match else None
+
+
 def scan(root: Storage) -> list[RunEntry]:
     """All checkpoints under `root`, oldest first. Reads manifests only; empty if there is no root.
 
@@ -74,13 +82,14 @@ def scan(root: Storage) -> list[RunEntry]:
     """
     entries = [
         entry
-        for file in _children(root)
+        for file in children(root)
         if file.is_directory and (entry := _entry(root, file)) is not None
     ]
     return sorted(entries, key=lambda entry: entry.order)
 
 
-def _children(root: Storage) -> list[StoredFile]:
+def children(root: Storage) -> list[StoredFile]:
+    """What is directly under `root`; nothing if there is no root."""
     try:
         return root.list()
     except NotFoundError:
@@ -96,11 +105,7 @@ def _entry(root: Storage, file: StoredFile) -> RunEntry | None:
         return None
     step = step_of(name)
     if not root.exists(f"{name}/{MANIFEST_NAME}"):
-        # On object stores a save in flight looks like this too.
-        problem = f"no {MANIFEST_NAME}: the save never committed"
-        return (
-            RunEntry(step, name, "broken", None, problem, 0, modified) if step is not None else None
-        )
+        return None if step is None else _uncommitted(root, name, step, modified)
     try:
         manifest = read_manifest(root.child(name))
     except CheckpointError as error:
@@ -108,6 +113,17 @@ def _entry(root: Storage, file: StoredFile) -> RunEntry | None:
     size = sum(entry.size for entry in (*manifest.files, *manifest.indexes))
     own = manifest.step if manifest.step is not None else step
     return RunEntry(own, name, "committed", manifest, None, size, modified)
+
+
+def _uncommitted(root: Storage, name: str, step: int, modified: float) -> RunEntry:
+    """A directory of a checkpoint's name without a manifest. On object stores, where files go to
+    their final place at once, that is also what a save in flight looks like."""
+    if not root.atomic_rename:
+        newest = max((file.modified for file in root.walk(name)), default=0.0)
+        if newest <= 0.0 or time.time() - newest < STALE_SECONDS:
+            return RunEntry(step, name, "pending", None, None, 0, newest)
+    problem = f"no {MANIFEST_NAME}: the save never committed"
+    return RunEntry(step, name, "broken", None, problem, 0, modified)
 
 
 def problem_of(root: Storage, entry: RunEntry, level: Level) -> str | None:
@@ -123,14 +139,15 @@ def problem_of(root: Storage, entry: RunEntry, level: Level) -> str | None:
     if level == "committed":
         return None
     storage = root.child(entry.name)
-    problem = _wrong_size(storage, entry.manifest)
+    problem = wrong_size(storage, entry.manifest)
     if problem is not None or level == "sizes":
         return problem
     report = verify_checkpoint(open_checkpoint(storage), "full")
     return report.problems[0].message if report.problems else None
 
 
-def _wrong_size(storage: Storage, manifest: Manifest) -> str | None:
+def wrong_size(storage: Storage, manifest: Manifest) -> str | None:
+    """The first file of a checkpoint that is missing or has another size, and why; None if none."""
     for file in (*manifest.indexes, *manifest.files):
         try:
             size = storage.size(file.name)
@@ -147,7 +164,7 @@ def newest_first(root: Storage, step: int | None = None, before: int | None = No
     Only directories of other names than `step-…` are read, since nothing else tells their step.
     """
     found: list[tuple[int, float, str]] = []
-    for file in _children(root):
+    for file in children(root):
         if not file.is_directory or file.name.startswith("."):
             continue
         own = step_of(file.name)
@@ -163,7 +180,7 @@ def newest_first(root: Storage, step: int | None = None, before: int | None = No
 
 def entry_of(root: Storage, name: str) -> RunEntry:
     """One checkpoint of a run. NotFoundError if there is none of that name."""
-    file = next((file for file in _children(root) if file.name == name), None)
+    file = next((file for file in children(root) if file.name == name), None)
     entry = None if file is None else _entry(root, file)
     if entry is None:
         raise NotFoundError(f"{root.child(name).url}: no checkpoint here")
@@ -187,69 +204,3 @@ def latest(
             raise CorruptError(f"{root.child(entry.name).url}: {problem}")
         log.warning("skipping the broken checkpoint %s: %s", root.child(entry.name).url, problem)
     return None
-
-
-# -------------------------------------------------------------------------------------- retention
-
-
-def removable(root: Storage, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """The checkpoints that retention may remove, newest first.
-
-    Kept are the newest `keep_last` good ones (which pass `sizes`), and all whose step is a multiple
-    of `keep_every`. With no `keep_last` nothing is removed. Broken checkpoints neither count nor
-    are removed; nor are those in directories of other names than `step-…`.
-    """
-    if keep_last is None:
-        return []
-    found = [file for file in _children(root) if file.is_directory]
-    steps = {step: file for file in found if (step := step_of(file.name)) is not None}
-    out: list[str] = []
-    kept = 0
-    for step in sorted(steps, reverse=True):
-        if kept < keep_last:
-            kept += _is_good(root, steps[step])
-        elif not (keep_every and step % keep_every == 0) and _is_good(root, steps[step]):
-            out.append(steps[step].name)
-    return out
-
-
-def _is_good(root: Storage, file: StoredFile) -> bool:
-    entry = _entry(root, file)
-    return entry is not None and problem_of(root, entry, "sizes") is None
-
-
-def remove_checkpoint(root: Storage, name: str, token: str) -> None:
-    """Remove a checkpoint so that it is either whole or no checkpoint at any instant."""
-    if root.atomic_rename:
-        trash = f"{TRASH}{name}-{token}"
-        root.rename(name, trash)
-        root.remove(trash)
-        return
-    root.remove(f"{name}/{MANIFEST_NAME}")
-    root.remove(name)
-
-
-def sweep(
-    root: Storage, stale_seconds: float = STALE_SECONDS, now: float | None = None
-) -> list[str]:
-    """Remove what died: trash, and pending directories in which nothing happened for a while.
-
-    Returns the names of what was removed.
-    """
-    now = time.time() if now is None else now
-    removed = [
-        file.name
-        for file in _children(root)
-        if file.is_directory
-        and (file.name.startswith(TRASH) or _is_stale(root, file, now - stale_seconds))
-    ]
-    for name in removed:
-        root.remove(name)
-    return removed
-
-
-def _is_stale(root: Storage, directory: StoredFile, oldest: float) -> bool:
-    if not directory.name.startswith(PENDING):
-        return False
-    times = [directory.modified, *(file.modified for file in root.walk(directory.name))]
-    return 0.0 < max(times) < oldest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
-import uuid
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,28 +20,35 @@ from typing import Any
 import torch
 import xxhash
 
-from ckpt.commit import PendingCheckpoint, check_coverage
-from ckpt.coordinator import LEADER, Coordinator, coordinating, everywhere, on_leader
+from ckpt.commit import SAVE_ID, Destination, PendingCheckpoint, check_coverage
+from ckpt.coordinator import LEADER, Coordinator, conclude, coordinating, everywhere
 from ckpt.data_file import DataFileWriter
-from ckpt.errors import CheckpointError, DestinationExistsError, UsageError
+from ckpt.errors import CheckpointError, TryAgainError, UsageError
 from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import (
-    MANIFEST_NAME,
     ChunkEntry,
     FileEntry,
     Index,
     Manifest,
-    Parent,
     decode_index,
     encode_index,
 )
-from ckpt.state.capture import CapturedState, PlanCache, PlannedWrite, capture_state
+from ckpt.progress import OnProgress, WriteProgress
+from ckpt.state.capture import (
+    CapturedState,
+    CaptureOptions,
+    PlanCache,
+    PlannedWrite,
+    capture_state,
+)
 from ckpt.state.part import private_file
 from ckpt.state.tensors import blocks
 from ckpt.storage import Storage, open_storage
 from ckpt.topology import entries_from
 
 log = logging.getLogger(__name__)
+
+_DATA_FILE = re.compile(r"(?:^|/)r(\d{5,})-\d+\.distcp$")
 
 FILE_BYTES = 16 * 1024**3
 """A writer starts another data file when one has reached this size."""
@@ -59,23 +66,12 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a checkpoint goes: a directory `name` under `root`, its step, and its parent."""
-
-    root: Storage
-    name: str
-    step: int | None = None
-    parent: Parent | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Receipt:
     """What one rank has written. `index` is None where it had no tensors."""
 
     index: bytes | None
     index_file: FileEntry | None
     files: tuple[FileEntry, ...]
-    data_bytes: int
 
 
 def save(
@@ -83,6 +79,7 @@ def save(
     *,
     step: int | None = None,
     require_finite: bool = False,
+    on_progress: OnProgress | None = None,
     coordinator: Coordinator | None = None,
     **state: Any,
 ) -> SaveReport:
@@ -90,17 +87,19 @@ def save(
 
     Values of `state` are modules, optimizers, dicts, and objects with `state_dict` and
     `load_state_dict`. Every rank passes the same names. The checkpoint appears at `path` when it is
-    complete, or not at all.
+    complete, or not at all. `on_progress(done, total)` is called as bytes of this rank are written.
 
     Raises on every rank: DestinationExistsError where something is at `path`, UsageError for what
-    cannot be saved, IncompatibleError where ranks contradict each other, CheckpointError where any
-    rank fails to write; the message names rank, file and cause.
+    cannot be saved, IncompatibleError where ranks contradict each other, CheckpointError where
+    there is no room or any rank fails to write; the message names rank, file and cause.
     """
     root, name = split_path(path)
     with coordinating(coordinator) as ranks:
         storage = everywhere(ranks, f"open {root}", lambda: open_storage(root))
-        captured = capture_state(state, ranks, PlanCache(), require_finite)
-        return write_state(captured, Destination(storage, name, step), ranks)
+        destination = Destination(storage, name, step)
+        options = CaptureOptions(require_finite=require_finite, destination=destination)
+        captured = capture_state(state, ranks, PlanCache(), options)
+        return write_state(captured, destination, ranks, WriteProgress(on_progress))
 
 
 def split_path(path: str | PathLike[str]) -> tuple[str, str]:
@@ -116,38 +115,42 @@ def split_path(path: str | PathLike[str]) -> tuple[str, str]:
 
 
 def write_state(
-    captured: CapturedState, destination: Destination, coordinator: Coordinator
+    captured: CapturedState,
+    destination: Destination,
+    coordinator: Coordinator,
+    progress: WriteProgress,
 ) -> SaveReport:
-    """Write and commit a captured state. A collective; after an error nothing is left but, where a
-    rank died, a pending directory."""
-    token = on_leader(coordinator, "save", lambda: _new_token(destination))
-    pending = PendingCheckpoint(destination.root, destination.name, token)
+    """Write and commit a captured state. Two collectives; after an error nothing is left but, where
+    a rank died, a pending directory."""
+    pending = PendingCheckpoint(destination.root, destination.name, captured.token)
     try:
-        receipt = everywhere(
+        return conclude(
             coordinator,
             f"save {destination.name}",
-            lambda: _write_rank(destination, token, captured, coordinator.rank),
-        )
-        receipts = coordinator.gather_object(receipt) or []
-        return on_leader(
-            coordinator,
+            lambda: _write_rank(pending, captured, coordinator.rank, progress),
             f"commit {destination.name}",
-            lambda: _commit(pending, captured, destination, receipts),
+            lambda receipts: _commit(pending, captured, destination, receipts),
         )
-    except BaseException:
+    except BaseException as error:
+        report = _committed_anyway(captured, destination, error)
+        if report is not None:
+            return report
         if coordinator.rank == LEADER:
             _abandon(pending)
         raise
 
 
-def _new_token(destination: Destination) -> str:
-    root, name = destination.root, destination.name
-    # On object stores a killed save leaves files without a manifest there, under its own token.
-    if root.exists(name if root.atomic_rename else f"{name}/{MANIFEST_NAME}"):
-        raise DestinationExistsError(
-            f"{root.child(name).url} exists, and saving overwrites nothing"
-        )
-    return uuid.uuid4().hex[:16]
+def _committed_anyway(
+    captured: CapturedState, destination: Destination, error: BaseException
+) -> SaveReport | None:
+    """What a save has done although this rank did not hear so, as a rank died just then."""
+    manifest = None
+    if isinstance(error, TryAgainError):
+        manifest = destination.committed(captured.token)
+    if manifest is None:
+        return None
+    log.warning("%s is committed and complete, although %s", destination.url, error)
+    return _report(manifest, destination)
 
 
 def _abandon(pending: PendingCheckpoint) -> None:
@@ -162,27 +165,33 @@ def _abandon(pending: PendingCheckpoint) -> None:
 
 
 def _write_rank(
-    destination: Destination, token: str, captured: CapturedState, rank: int
+    pending: PendingCheckpoint, captured: CapturedState, rank: int, progress: WriteProgress
 ) -> _Receipt:
-    pending = PendingCheckpoint.begin(destination.root, destination.name, token)
+    pending.make_directory()
+    progress.begin(sum(write.tensor.nbytes for write in captured.writes))
     storage = pending.storage
     files: list[FileEntry] = []
     chunks: list[ChunkEntry] = []
     for number, writes in enumerate(_files(captured.writes)):
-        name = pending.file_name(f"r{rank:05d}-{number}.distcp")
+        name = pending.file_name(data_file(rank, number))
         try:
-            entry, written = _write_data_file(storage, name, writes)
+            entry, written = _write_data_file(storage, name, writes, progress)
         except OSError as error:
             raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from error
         files.append(entry)
         chunks.extend(written)
-    data_bytes = sum(file.size for file in files)
     files.append(_write_small(storage, pending.file_name(private_file(rank)), captured.private))
+    progress.check()
     if not chunks:
-        return _Receipt(None, None, tuple(files), data_bytes)
+        return _Receipt(None, None, tuple(files))
     index = encode_index(Index(rank, tuple(chunks)))
     entry = _write_small(storage, pending.file_name(f"index-{rank:05d}.json"), index)
-    return _Receipt(index, entry, tuple(files), data_bytes)
+    return _Receipt(index, entry, tuple(files))
+
+
+def data_file(rank: int, number: int) -> str:
+    """The `number`-th data file of a rank."""
+    return f"r{rank:05d}-{number}.distcp"
 
 
 def _files(writes: Sequence[PlannedWrite]) -> Iterator[list[PlannedWrite]]:
@@ -200,14 +209,15 @@ def _files(writes: Sequence[PlannedWrite]) -> Iterator[list[PlannedWrite]]:
 
 
 def _write_data_file(
-    storage: Storage, name: str, writes: Sequence[PlannedWrite]
+    storage: Storage, name: str, writes: Sequence[PlannedWrite], progress: WriteProgress
 ) -> tuple[FileEntry, list[ChunkEntry]]:
     with storage.create(name) as writer:
-        data_file = DataFileWriter(writer, name)
+        file = DataFileWriter(writer, name)
         chunks = [
-            data_file.add(w.chunk.key, w.chunk.box, w.dtype, blocks(w.tensor)) for w in writes
+            file.add(w.chunk.key, w.chunk.box, w.dtype, progress.watch(blocks(w.tensor)))
+            for w in writes
         ]
-        entry = data_file.finish()
+        entry = file.finish()
     return entry, chunks
 
 
@@ -234,10 +244,18 @@ def _commit(
     indexes = [decode_index(r.index, f"rank {i}") for i, r in enumerate(receipts) if r.index]
     check_coverage(manifest.tensors, indexes)
     metadata = encode_metadata(manifest.tensors, indexes, captured.names)
-    committed = pending.commit(manifest, metadata)
-    url = destination.root.child(destination.name).url
-    sizes = tuple(receipt.data_bytes for receipt in receipts)
-    return SaveReport(destination.name, url, destination.step, committed.sha256, sizes)
+    committed = pending.commit(manifest, metadata, destination.check_writer)
+    return _report(committed, destination)
+
+
+def _report(manifest: Manifest, destination: Destination) -> SaveReport:
+    sizes = [0] * manifest.topology.world_size
+    for file in manifest.files:
+        writer = _DATA_FILE.search(file.name)
+        if writer is not None:
+            sizes[int(writer[1])] += file.size
+    name, step = destination.name, destination.step
+    return SaveReport(name, destination.url, step, manifest.sha256, tuple(sizes))
 
 
 def _manifest(
@@ -248,7 +266,7 @@ def _manifest(
     return Manifest(
         step=destination.step,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        producer=producer(),
+        producer={**producer(), SAVE_ID: captured.token},
         topology=topology,
         tensors=entries,
         files=tuple(file for receipt in receipts for file in receipt.files),
@@ -256,7 +274,7 @@ def _manifest(
         groups=records.groups,
         ownership=records.ownership,
         absent=records.absent,
-        extras=dict(captured.extras),
+        extras={**captured.extras, **destination.extras},
         parent=destination.parent,
     )
 

@@ -41,7 +41,8 @@ LAYERS = {
         ("muon", "adamw", "chained_views", "chained", "recipes"),
     ),
     "ckpt": (
-        ("errors", "names", "dtypes", "schema"),
+        ("errors", "names", "dtypes", "schema", "processes"),
+        ("progress", "preemption", "heartbeat", "retention"),
         (
             *("manifest_checks", "formats", "formats.inert_pickle", "formats.pickle_writer"),
             *("formats.zip_records", "state", "state.values"),
@@ -55,20 +56,24 @@ LAYERS = {
         ),
         (
             *("formats.dcp_writer", "formats.target", "formats.record", "formats.state_tree"),
-            "reshard.rounding",
+            *("reshard.rounding", "lease", "metrics", "renaming", "selection"),
         ),
         ("formats.safetensors", "formats.torch_file", "formats.dcp_objects", "reshard.rewrite"),
         ("formats.safetensors_reader", "formats.torch_reader"),
         ("formats.ranks",),
         ("formats.foreign",),
-        ("checkpoint", "commit", "summary"),
+        ("checkpoint", "commit", "summary", "marks"),
         ("reshard.plan", "reshard.view"),
-        ("reshard.execute", "verify", "adopt", "runs", "diff"),
+        ("reshard.execute", "verify", "runs", "diff", "resume_plan", "environment"),
+        ("cleanup", "adopt"),
         ("reshard", "coordinator", "state.tensors", "state.rng", "state.part", "state.groups"),
         ("state.modules", "state.objects", "state.owned_optimizer", "state.torch_optimizer"),
         ("app_state",),
         ("state.capture", "reading"),
-        ("saving", "loading"),
+        ("sharing",),
+        ("saving", "loading", "staging"),
+        ("background",),
+        ("saver",),
         ("manager",),
     ),
 }
@@ -78,7 +83,8 @@ LEAVES = ("hyperopt.ownership", "hyperopt.sharing")
 # All that may import torch; everything else in ckpt and cli, and the leaf of hyperopt, must not.
 NEEDS_TORCH = (
     *("ckpt.app_state", "ckpt.state.", "ckpt.coordinator"),
-    *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.manager", "cli.demo."),
+    *("ckpt.saving", "ckpt.loading", "ckpt.reading", "ckpt.sharing", "ckpt.manager", "cli.demo."),
+    *("ckpt.staging", "ckpt.background", "ckpt.saver"),
     "ckpt.formats.dcp.",
 )
 

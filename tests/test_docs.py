@@ -49,6 +49,15 @@ def test_python_of_the_manual_compiles(page: str) -> None:
         compile(block, page, "exec")
 
 
+def test_example_of_saving_in_the_background(tmp_path: Path) -> None:
+    blocks = code_blocks("docs/checkpoints.md", "python")
+    (program,) = [block for block in blocks if "async_save" in block and "import torch" in block]
+    for last in (30, 60):  # the second run resumes
+        assert f"step-{last:08d}" in run([sys.executable, "-c", program], tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "run").iterdir() if path.name[0] != ".")
+    assert kept == ["step-00000050", "step-00000060"]
+
+
 def torchrun(ranks: int) -> list[str]:
     return [
         sys.executable,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,26 +64,37 @@ class ModelPart:
 
     def capture(self) -> Snapshot:
         """Parameters and persistent buffers, tied ones once; extra state as values."""
-        tensors: dict[str, LocalTensor] = {}
+        states = self._states()
+        names = [name for state in states for name in state]
+        live = [value for state in states for value in state.values()]
+        memory = self.reader.memory[self.name]
+        tensors = memory.recall(names, live)
+        if tensors is not None:
+            return Snapshot(tensors)
+        tensors = {}
         values: dict[str, Any] = {}
-        for (fqn, *_), value in self._entries():
+        for (fqn, *_), value in self._entries(states):
             key = f"{self.name}.{fqn}"
             if isinstance(value, torch.Tensor):
                 is_buffer = not isinstance(value, nn.Parameter)
                 tensors[key] = self.reader.read(key, value, is_buffer)
             else:
                 values[fqn] = encode_value(value, key)
+        if not values:
+            memory.keep(names, live, tensors)
         return Snapshot(tensors, values=values or None)
 
-    def _entries(self) -> list[tuple[list[str], Any]]:
+    def _states(self) -> list[dict[str, Any]]:
+        """The modules' state dicts, with the live tensors: tied parameters are the same object."""
+        return [module.state_dict(keep_vars=True) for module in self.modules]
+
+    def _entries(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], Any]]:
         """The entries of the modules' state dicts, each with all its clean names: a tied tensor
         has several. Raises UsageError where two entries have one name."""
         entries: list[tuple[list[str], Any]] = []
         names_of: dict[int, list[str]] = {}
         taken: set[str] = set()
-        for module in self.modules:
-            # keep_vars, so that tied parameters are the same object.
-            state = module.state_dict(keep_vars=True)
+        for module, state in zip(self.modules, states, strict=True):
             clean = clean_names(module, list(state))
             for name, value in state.items():
                 if clean[name] in taken:
@@ -100,7 +111,9 @@ class ModelPart:
         """Read into the live tensors, in place."""
         fit = Fit()
         values: list[str] = []
-        for fqns, value in self._entries():
+        for fqns, value in self._entries(self._states()):
+            if not any(saved.select(f"{self.name}.{fqn}") for fqn in fqns):
+                continue
             if isinstance(value, torch.Tensor):
                 self._fit_tensor([f"{self.name}.{fqn}" for fqn in fqns], value, saved, fit)
             else:
@@ -120,7 +133,10 @@ class ModelPart:
         fit.claimed.update(found)
         local = self.reader.read(key, tensor)
         entry = saved.manifest.tensors[key]
-        fit.differing.extend(compare(key, entry, local, saved.allow_narrowing))
+        differing = compare(key, entry, local, saved.allow_narrowing)
+        if differing:
+            fit.differing.extend(differing)
+            fit.mismatched.append(key)
         fit.targets.extend(ReadTarget(key, p.box, p.tensor) for p in local.pieces())
 
     def _fit_values(self, current: list[str], saved: Saved, fit: Fit) -> None:

@@ -61,13 +61,15 @@ class Fit:
     """How a checkpoint fits one object.
 
     `claimed`: keys of the checkpoint that the object takes. `missing`: what it needs and the
-    checkpoint lacks. `differing`: whole sentences. `warnings`: what is worth saying, but no error.
+    checkpoint lacks. `differing`: whole sentences; `mismatched`: keys of tensors among them.
+    `warnings`: what is worth saying, but no error.
     """
 
     targets: list[ReadTarget] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     apply: Callable[[], None] = lambda: None
 
@@ -78,7 +80,8 @@ Redistribute = Callable[[list[Any], int, int], Any]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint as parts see it. `private(rank)` reads what was saved for one rank."""
+    """A checkpoint as parts see it. `private(rank)` reads what was saved for one rank. `select`
+    says which entries of a module are loaded."""
 
     manifest: Manifest
     rank: int
@@ -86,6 +89,7 @@ class Saved:
     private: Callable[[int], dict[str, Any]]
     allow_narrowing: bool = False
     redistribute: Mapping[str, Redistribute] = field(default_factory=dict)
+    select: Callable[[str], bool] = lambda key: True
 
 
 class Part(Protocol):

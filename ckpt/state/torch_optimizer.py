@@ -90,7 +90,7 @@ class TorchPart:
         if isinstance(value, DTensor):
             return local
         where = self.reader.read(key, parameter).placed.placement
-        return replace(local, placed=replace(local.placed, placement=where))
+        return local._replace(placed=replace(local.placed, placement=where))
 
     def _group_entry(self, number: int, fqns: list[str]) -> GroupEntry:
         where = f"{self.name}: parameter group {number}"

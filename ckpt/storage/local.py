@@ -275,6 +275,16 @@ class LocalStorage:
         with self._errors(name):
             _sync_directory(self.resolve(name))
 
+    def free_bytes(self) -> int | None:
+        """What the file system has left for this user; without a root yet, that of the directory in
+        which it will be made. None where a file system does not count (some network mounts)."""
+        at = self._root
+        while not at.exists():
+            at = at.parent
+        with self._errors(""):
+            info = os.statvfs(at)
+        return info.f_bavail * info.f_frsize if info.f_blocks else None
+
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:
         """Missing files and refused access as errors of this package, with the path."""

@@ -81,3 +81,7 @@ class Storage(Protocol):
 
     def sync_directory(self, name: str = "") -> None:
         """Make the names in a directory durable. A no-op where that does not exist."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that this process may still write here; None where a store does not tell. The root
+        need not exist yet."""

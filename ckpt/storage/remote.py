@@ -241,6 +241,10 @@ class FsspecStorage:
         """Nothing to do: an object is durable once its upload is complete."""
         self.resolve(name)
 
+    def free_bytes(self) -> int | None:
+        """None: object stores do not tell."""
+        return None
+
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:
         """Missing objects and refused access as errors of this package, with the URL."""

@@ -8,9 +8,13 @@ from cli.commands.adopt import adopt
 from cli.commands.convert import convert
 from cli.commands.demo import demo
 from cli.commands.diff import diff
+from cli.commands.doctor import doctor
 from cli.commands.inspect import inspect
 from cli.commands.latest import latest
 from cli.commands.ls import ls
+from cli.commands.pin import pin, unpin
+from cli.commands.plan import plan
+from cli.commands.prune import prune
 from cli.commands.reshard import reshard
 from cli.commands.verify import verify
 
@@ -20,8 +24,13 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "diff": diff,
     "latest": latest,
+    "prune": prune,
+    "pin": pin,
+    "unpin": unpin,
+    "plan": plan,
     "reshard": reshard,
     "convert": convert,
     "adopt": adopt,
+    "doctor": doctor,
     "demo": demo,
 }

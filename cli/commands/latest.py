@@ -21,7 +21,7 @@ def latest(
         bool, typer.Option("--verified", help="Check every checksum, not sizes alone.")
     ] = False,
     before: Annotated[
-        int | None, typer.Option(metavar="STEP", help="Only checkpoints of an earlier step.")
+        int | None, typer.Option(metavar="STEP", min=0, help="Only checkpoints of an earlier step.")
     ] = None,
     print_path: Annotated[
         bool, typer.Option("--print-path", help="Print the path alone, for scripts.")

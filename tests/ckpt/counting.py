@@ -97,6 +97,9 @@ class Counting:
     def sync_directory(self, name: str = "") -> None:
         self._inner.sync_directory(name)
 
+    def free_bytes(self) -> int | None:
+        return self._inner.free_bytes()
+
 
 class _CountingWriter:
     def __init__(self, inner: Writer, name: str, top: Counting) -> None:

@@ -212,12 +212,15 @@ def test_abandon(root: Storage) -> None:
         open_checkpoint(root.child(NEW))
 
 
-def test_abandon_after_commit_removes_nothing(tmp_path: Path) -> None:
-    root = open_storage(tmp_path)
+def test_abandon_after_commit_removes_nothing(root: Storage) -> None:
     pending = PendingCheckpoint.begin(root, NEW, "a")
-    pending.commit(empty_manifest())
+    name = pending.file_name("data")
+    with pending.storage.create(name) as writer:
+        writer.write(b"x")
+    pending.commit(msgspec.structs.replace(empty_manifest(), files=(FileEntry(name, 1, HASH),)))
     pending.abandon()
     assert read_manifest(root.child(NEW)).sha256
+    assert root.child(NEW).read(name) == b"x"
 
 
 def test_files_must_be_there_and_whole(root: Storage) -> None:

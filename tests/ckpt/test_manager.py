@@ -19,6 +19,7 @@ from ckpt.runs import checkpoint_name, latest, scan
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.local import LocalStorage
 from tests.ckpt.faults import Fault, FaultyStorage
+from tests.ckpt.listing import names
 from tests.distributed import run_ranks, run_world
 
 
@@ -177,7 +178,7 @@ def test_leftovers_are_swept_when_they_are_old(tmp_path: Path) -> None:
         then = tmp_path.stat().st_mtime - age
         os.utime(tmp_path / name, (then, then))
     CheckpointManager(tmp_path).save(3, extra={})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    assert names(tmp_path) == [
         ".pending-step-00000001-a",
         checkpoint_name(3),
     ]
@@ -212,7 +213,7 @@ def fail_every_write(root: str, rank: int) -> list[str]:
         assert value_of(model) == newest
         if newest == 2:  # only its last sync has failed: it is there, but may not survive a crash
             break
-        assert [p.name for p in Path(root).iterdir()] == [checkpoint_name(1)]
+        assert names(Path(root)) == [checkpoint_name(1)]
     assert good.load(strict=True, model=model_of(0)) == 2
     return messages
 
@@ -249,7 +250,7 @@ def test_of_two_writers_of_one_step_one_commits_and_the_other_is_told(tmp_path: 
     model = model_of(0)
     assert rival.load(strict=True, model=model) == 2
     assert value_of(model) == 22
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(2)]
+    assert names(tmp_path) == [checkpoint_name(2)]
 
 
 def save_and_die(root: str, rank: int, fatal: int) -> None:
@@ -293,4 +294,4 @@ def test_a_killed_rank_leaves_the_previous_checkpoint_good(
     assert CheckpointManager(tmp_path, stale_seconds=0.0).load(model=model) == newest.step
     assert value_of(model) == newest.step
     CheckpointManager(tmp_path, stale_seconds=0.0).save(3, model=model)
-    assert not list(tmp_path.glob(".*"))
+    assert not [name for name in names(tmp_path) if name.startswith(".")]

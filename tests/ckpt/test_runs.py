@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import uuid
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,8 @@ from ckpt.runs import (
     latest,
     newest_first,
     problem_of,
-    removable,
-    remove_checkpoint,
     scan,
     step_of,
-    sweep,
 )
 from ckpt.saving import save
 from ckpt.storage import open_storage
@@ -48,7 +45,21 @@ def test_no_root_is_no_checkpoint(tmp_path: Path) -> None:
     root = open_storage(tmp_path / "nothing")
     assert scan(root) == []
     assert latest(root) is None
-    assert sweep(root) == []
+
+
+def test_a_directory_in_place_of_the_manifest(tmp_path: Path) -> None:
+    (tmp_path / checkpoint_name(1) / "manifest.json").mkdir(parents=True)
+    (entry,) = scan(open_storage(tmp_path))
+    assert entry.status == "broken"
+    assert entry.problem is not None
+    assert "manifest.json: is a directory" in entry.problem
+
+
+def test_a_save_in_flight_on_an_object_store_is_pending() -> None:
+    root = open_storage(f"memory://{uuid.uuid4().hex}/run")
+    root.create_exclusive(f"{checkpoint_name(4)}/token/r00000-0.distcp", b"data")
+    (entry,) = scan(root)
+    assert (entry.step, entry.status) == (4, "pending")
 
 
 def test_scan_tells_committed_broken_and_pending(tmp_path: Path) -> None:
@@ -122,56 +133,3 @@ def test_newest_first(tmp_path: Path) -> None:
     assert entry_of(root, "tuned").step == 2
     with pytest.raises(NotFoundError, match="notes: no checkpoint here"):
         entry_of(root, "notes")
-
-
-# -------------------------------------------------------------------------------------- retention
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every", "kept"),
-    [
-        (None, None, [0, 5, 10, 15, 20]),
-        (None, 10, [0, 5, 10, 15, 20]),
-        (1, None, [20]),
-        (2, None, [15, 20]),
-        (1, 10, [0, 10, 20]),
-        (9, None, [0, 5, 10, 15, 20]),
-    ],
-)
-def test_retention(
-    tmp_path: Path, keep_last: int | None, keep_every: int | None, kept: list[int]
-) -> None:
-    write(tmp_path, 15, 0, 20, 5, 10)
-    removed = removable(open_storage(tmp_path), keep_last, keep_every)
-    assert sorted({0, 5, 10, 15, 20} - {step_of(name) for name in removed}) == kept
-
-
-def test_retention_neither_counts_nor_removes_the_broken(tmp_path: Path) -> None:
-    write(tmp_path, 1, 2, 3, 4, 5)
-    save(tmp_path / "final", extra={})
-    for step in (2, 5):
-        data_file(tmp_path, step).unlink()
-    (tmp_path / "step-00000006").mkdir()
-    assert removable(open_storage(tmp_path), 2, None) == [checkpoint_name(1)]
-
-
-def test_removal_and_sweeping(tmp_path: Path) -> None:
-    write(tmp_path, 1, 2)
-    root = open_storage(tmp_path)
-    remove_checkpoint(root, checkpoint_name(1), "token")
-    assert [p.name for p in tmp_path.iterdir()] == [checkpoint_name(2)]
-    for name in (".trash-step-00000001-x", ".pending-old-x", ".pending-new-x"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("x")
-    for path in (tmp_path / ".pending-old-x", tmp_path / ".pending-old-x" / "file"):
-        os.utime(path, (1000, 1000))
-    assert sorted(sweep(root)) == [".pending-old-x", ".trash-step-00000001-x"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".pending-new-x", checkpoint_name(2)]
-
-
-def test_a_pending_save_that_still_writes_is_not_stale(tmp_path: Path) -> None:
-    directory = tmp_path / ".pending-a-x"
-    directory.mkdir()
-    (directory / "file").write_text("x")
-    os.utime(directory, (1000, 1000))
-    assert sweep(open_storage(tmp_path)) == []

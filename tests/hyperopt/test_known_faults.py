@@ -46,11 +46,9 @@ ELSEWHERE = {
     ),
     "an unknown label": "test_chained.test_unknown_label_is_refused",
     "orthogonalization runs on shards, strided shards": (
-        "test_parallelisms.test_hsdp_times_tp_with_strided_shards"
+        "test_parallelisms.test_wrapped_models_train_as_in_one_process"
     ),
-    "experts sharded on their own dim": (
-        "test_parallelisms.test_experts_sharded_on_their_own_dim_need_no_communication"
-    ),
+    "experts sharded on their own dim": ("test_layout_matrix.test_layout_equals_the_definition"),
     "a gradient on some ranks only": (
         "test_no_hang.test_a_step_that_one_rank_cannot_make_raises_everywhere"
     ),

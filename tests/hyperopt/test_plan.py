@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
@@ -62,26 +63,39 @@ def test_a_billion_parameters_balance_over_replicas_and_shards() -> None:
     replicas=st.sampled_from([1, 2, 4]),
     shards=st.sampled_from([1, 3, 4]),
     unit_bytes=st.sampled_from([1, 200, 5_000, 1 << 30]),
+    divide_bytes=st.sampled_from([1, 1000, 1 << 40]),
     whole=st.booleans(),
 )
 def test_every_slot_is_in_one_unit_and_plans_repeat(
-    shapes: list[tuple[int, int]], replicas: int, shards: int, unit_bytes: int, whole: bool
+    shapes: list[tuple[int, int]],
+    replicas: int,
+    shards: int,
+    unit_bytes: int,
+    divide_bytes: int,
+    whole: bool,
 ) -> None:
     parameters = [spec(f"p{i}", shape) for i, shape in enumerate(shapes)]
-    layout, config = hsdp(replicas, shards), PlanConfig(unit_bytes)
+    layout = hsdp(replicas, shards)
+    config = PlanConfig(unit_bytes, divide_bytes=divide_bytes)
     plan = build_plan(parameters, [layout], config, whole_matrices=whole)
     planned = [slot for unit in plan.units for part in unit.owned for slot in part]
-    assert sorted(s.parameter for s in planned) == list(range(len(shapes)))
+    assert Counter((s.parameter, s.owner) for s in planned) == Counter(
+        (s.parameter, s.owner) for s in plan.slots
+    )
     for unit in plan.units:
         for owner, part in enumerate(unit.owned):
             assert all(slot.owner == owner for slot in part)
             computes = [s.compute for s in part]
             order = sorted(computes, key=lambda c: (c is None, c or 0))
             assert computes == order
-    for slot, (rows, columns) in zip(plan.slots, shapes, strict=True):
-        assert sum(slot.elements) == rows * columns
+    for index, (rows, columns) in enumerate(shapes):
+        slots = [slot for slot in plan.slots if slot.parameter == index]
+        divided = [slot.owner for slot in slots if slot.divided]
+        assert divided == (list(range(replicas)) if divided else []) and not (divided and whole)
+        assert len(slots) == (replicas if divided else 1)
+        assert sum(sum(slot.elements) for slot in slots) == rows * columns
         # A single row lies whole on the first shard; more rows are always split.
-        assert (slot.compute is not None) == (whole and shards > 1 and rows > 1)
+        assert all((s.compute is not None) == (whole and shards > 1 and rows > 1) for s in slots)
     again = build_plan(parameters, [layout], config, whole_matrices=whole)
     assert again.digest() == plan.digest()
 

@@ -166,6 +166,10 @@ class StorageContract:
         storage.sync_directory("new/deep")
         storage.sync_directory()
 
+    def test_free_bytes_needs_no_root(self, storage: Storage) -> None:
+        free = storage.child("not/there/yet").free_bytes()
+        assert free is None or free > 0
+
     def test_link_within_one_store(self, storage: Storage) -> None:
         put(storage, "a/f", b"shared")
         assert storage.child("b").link(storage.child("a"), "f", "sub/g")
@@ -313,6 +317,18 @@ class TestLocalStorage(StorageContract):
         assert not local.link(local, "f", "g")
         assert not local.exists("g")
         assert not local.link(open_storage("memory://x"), "f", "g")
+
+    def test_free_bytes_are_those_of_an_ordinary_user(
+        self, local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Blocks that only root may take (f_bfree) do not count."""
+
+        def statvfs(path: Path) -> os.statvfs_result:
+            assert Path(path) == local.path.parent.parent
+            return os.statvfs_result((512, 4096, 1000, 300, 200, 9, 9, 9, 0, 255))
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+        assert LocalStorage(local.path.parent.parent / "new" / "deep").free_bytes() == 200 * 4096
 
     def test_linked_files_share_an_inode(self, local: LocalStorage) -> None:
         put(local, "f", b"data")
