@@ -6,16 +6,17 @@ The bytes stay where they are; only manifest and indexes are other ones.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.errors import UsageError
-from ckpt.manifest import GroupEntry, Index, Manifest, OwnershipEntry, TensorEntry
+from ckpt.manifest import Index, Manifest, TensorEntry
+from ckpt.renaming import rename_manifest
 from ckpt.reshard.rounding import FLOATS
-from ckpt.state.values import TAG
+from ckpt.state.values import tag_of
 
 ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Short names of dtypes in `--dtype`."""
@@ -70,116 +71,44 @@ def _object(key: str, entry: TensorEntry) -> str:
 
 
 def _check_leaves(name: str, value: Any, tensors: Mapping[str, TensorEntry]) -> None:
-    if isinstance(value, list):
-        for item in value:
-            _check_leaves(name, item, tensors)
-    elif isinstance(value, dict):
-        if value.get(TAG) == "tensor" and value.get("value") not in tensors:
-            raise UsageError(
-                f"{name!r} refers to tensor {value.get('value')!r}, which would be left out: leave "
-                f"out all of it (--drop '{name}.*'), or nothing"
-            )
+    lost = next((key for key in _references(value) if key not in tensors), None)
+    if lost is not None:
+        raise UsageError(
+            f"{name!r} refers to tensor {lost!r}, which would be left out: leave out all of it "
+            f"(--drop '{name}.*'), or nothing"
+        )
+
+
+def _references(value: Any) -> Iterator[str]:
+    """The keys of the tensors that a value refers to."""
+    if isinstance(value, Mapping):
+        if tag_of(value) == "tensor":
+            yield value["value"]
         for item in value.values():
-            _check_leaves(name, item, tensors)
+            yield from _references(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _references(item)
 
 
 # ------------------------------------------------------------------------------------------- rename
 
 
 def rename_tensors(checkpoint: Checkpoint, renames: Mapping[str, str]) -> Checkpoint:
-    """Parameters and buffers under new FQNs: every FQN that is `old`, or lies below it ('old.…'),
-    begins with `new` instead; in keys, groups, owners and absent states alike.
+    """Parameters and buffers under new FQNs, as `ckpt.renaming` has it for loading: every FQN that
+    is an old name, or lies below it ('old.…'), begins with the new one; in keys, groups, owners and
+    absent states alike. Tensors of objects that are no modules keep their names.
 
-    UsageError for an `old` that no FQN has, and where two would have one name.
+    IncompatibleError for an old name that no FQN has, and where two would have one name.
     """
     if not renames:
         return checkpoint
     manifest = checkpoint.manifest
-    rename = _Renaming(renames)
-    keys = {key: rename.key(key, entry) for key, entry in manifest.tensors.items()}
-    _check_renames(keys, renames, rename.used)
-    tensors = {
-        keys[key]: entry
-        if entry.parameter is None
-        else msgspec.structs.replace(entry, parameter=rename.fqn(entry.parameter))
-        for key, entry in manifest.tensors.items()
-    }
-    renamed = msgspec.structs.replace(
-        manifest,
-        tensors=tensors,
-        groups=tuple(map(rename.group, manifest.groups)),
-        ownership=tuple(map(rename.owners, manifest.ownership)),
-        absent=tuple(map(rename.absent, manifest.absent)),
-        extras=rename.extras(manifest.extras, keys),
-    )
-    return _view(checkpoint, renamed, keys.get)
-
-
-def _check_renames(
-    keys: Mapping[str, str], renames: Mapping[str, str], used: Iterable[str]
-) -> None:
-    unused = set(renames) - set(used)
-    if unused:
-        raise UsageError(f"--rename: no parameter or buffer is, or lies below, {min(unused)!r}")
-    seen: dict[str, str] = {}
-    for old, new in keys.items():
-        if new in seen:
-            raise UsageError(f"--rename: {seen[new]!r} and {old!r} would both be called {new!r}")
-        seen[new] = old
-
-
-class _Renaming:
-    """Applies renames to every place where a manifest has an FQN, and notes which were of use."""
-
-    def __init__(self, renames: Mapping[str, str]) -> None:
-        # Longer ones first, so that the most specific applies.
-        self._renames = sorted(renames.items(), key=lambda pair: -len(pair[0]))
-        self.used: set[str] = set()
-
-    def fqn(self, fqn: str) -> str:
-        """The new name of a parameter."""
-        for old, new in self._renames:
-            if fqn == old or fqn.startswith(f"{old}."):
-                self.used.add(old)
-                return new + fqn[len(old) :]
-        return fqn
-
-    def key(self, key: str, entry: TensorEntry) -> str:
-        """The new key of a tensor."""
-        if entry.optimizer is not None and entry.parameter is not None:
-            return f"{entry.optimizer}.state.{self.fqn(entry.parameter)}.{entry.state_key}"
-        name, dot, fqn = key.partition(".")
-        return f"{name}.{self.fqn(fqn)}" if dot else key
-
-    def group(self, group: GroupEntry) -> GroupEntry:
-        return msgspec.structs.replace(group, fqns=tuple(map(self.fqn, group.fqns)))
-
-    def owners(self, entry: OwnershipEntry) -> OwnershipEntry:
-        slots = (msgspec.structs.replace(slot, fqn=self.fqn(slot.fqn)) for slot in entry.slots)
-        return msgspec.structs.replace(entry, slots=tuple(slots))
-
-    def absent(self, key: str) -> str:
-        optimizer, dot, fqn = key.partition(".state.")
-        return f"{optimizer}{dot}{self.fqn(fqn)}" if dot else key
-
-    def extras(self, extras: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-        """Values: state of parameters by their names, and references to tensors."""
-        out = {name: _with_keys(value, keys) for name, value in extras.items()}
-        for name, value in out.items():
-            state = value.get("state") if isinstance(value, dict) else None
-            if isinstance(state, dict) and set(value) == {"state"}:
-                out[name] = {"state": {self.fqn(fqn): own for fqn, own in state.items()}}
-        return out
-
-
-def _with_keys(value: Any, keys: Mapping[str, str]) -> Any:
-    if isinstance(value, list | tuple):
-        return [_with_keys(item, keys) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get(TAG) == "tensor":
-        return {**value, "value": keys.get(value["value"], value["value"])}
-    return {key: _with_keys(item, keys) for key, item in value.items()}
+    objects = {name for name, value in manifest.extras.items() if any(_references(value))}
+    modules = {key.partition(".")[0] for key, e in manifest.tensors.items() if e.parameter is None}
+    renamed, old_keys = rename_manifest(manifest, renames, modules - objects)
+    new_keys = {old: new for new, old in old_keys.items()}
+    return _view(checkpoint, renamed, new_keys.get)
 
 
 def _view(

@@ -76,7 +76,7 @@ def test_reshard_to_a_format(
         (["--to", "numpy"], "--to"),
         (["--to", "dcp", "--dtype", "bf16"], "--dtype: 'bf16' is not of the form A=B"),
         (["--to", "dcp", "--dtype", "x=bf16"], "matches no float tensor"),
-        (["--to", "dcp", "--rename", "x=y"], "--rename"),
+        (["--to", "dcp", "--rename", "xy"], "--rename: 'xy' is not of the form"),
         (["--to", "dcp", "--select", "x"], "--select"),
         (["--to", "safetensors", "--max-shard-size", "0"], "a shard of 0 bytes"),
         (["--to", "dcp", "--source-mesh", "two"], "mesh 'two'"),
