@@ -91,7 +91,8 @@ def test_every_slot_is_in_one_unit_and_plans_repeat(
     for index, (rows, columns) in enumerate(shapes):
         slots = [slot for slot in plan.slots if slot.parameter == index]
         divided = [slot.owner for slot in slots if slot.divided]
-        assert divided == (list(range(replicas)) if divided else []) and not (divided and whole)
+        assert divided == (list(range(replicas)) if divided else [])
+        assert not (divided and whole)
         assert len(slots) == (replicas if divided else 1)
         assert sum(sum(slot.elements) for slot in slots) == rows * columns
         # A single row lies whole on the first shard; more rows are always split.
