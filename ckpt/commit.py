@@ -16,6 +16,7 @@ from ckpt.errors import (
     CorruptError,
     DestinationExistsError,
     LockedError,
+    NotFoundError,
     UsageError,
 )
 from ckpt.lease import RunLease
@@ -31,7 +32,7 @@ from ckpt.manifest import (
 )
 from ckpt.metrics import METRICS, encode_metrics
 from ckpt.names import name_problem
-from ckpt.storage import Storage
+from ckpt.storage import Storage, file_sizes
 
 __all__ = ["PENDING_PREFIX", "SAVE_ID", "Destination", "PendingCheckpoint", "check_coverage"]
 
@@ -182,14 +183,17 @@ class PendingCheckpoint:
 
     def _check_files(self, manifest: Manifest) -> None:
         """What writers reported must be visible here, whole: a store may lag, or be another one."""
-        for entry in (*manifest.files, *manifest.indexes):
-            if entry.name == METADATA_NAME:
-                continue
-            size = self.storage.size(entry.name)
-            if size != entry.size:
+        entries = [e for e in (*manifest.files, *manifest.indexes) if e.name != METADATA_NAME]
+        sizes = file_sizes(self.storage, [entry.name for entry in entries])
+        for entry in entries:
+            where, reported = f"{self.storage.url}/{entry.name}", entry.size
+            if entry.name not in sizes:
+                raise NotFoundError(
+                    f"{where}: is not there, but its writer reported {reported} bytes"
+                )
+            if sizes[entry.name] != reported:
                 raise CorruptError(
-                    f"{self.storage.url}/{entry.name}: {size} bytes, "
-                    f"but its writer reported {entry.size}"
+                    f"{where}: {sizes[entry.name]} bytes, but its writer reported {reported}"
                 )
 
     def _commit_by_rename(

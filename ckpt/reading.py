@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,10 @@ from ckpt.state.part import ReadTarget
 from ckpt.state.tensors import Piece, host_bytes, sub_box, torch_dtype
 from ckpt.storage import Storage
 from hyperopt.ownership import Box
+
+BATCH_BYTES = 64 << 20
+"""So much of a file is read by one call, in which object stores put near ranges together and send
+several requests at once. What cannot be read into place is held in memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,21 @@ def read_targets(checkpoint: Checkpoint, targets: Iterable[ReadTarget]) -> int:
     copies = [copy for target in targets for copy in _copies(checkpoint, target)]
     copies.sort(key=lambda copy: (copy.chunk.file, copy.chunk.byte_offset))
     with torch.no_grad():
-        return sum(_read(checkpoint.storage, copy) for copy in copies)
+        return sum(_read(checkpoint.storage, batch) for batch in _batches(copies))
+
+
+def _batches(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
+    """Neighbours in one file, so many as are read together."""
+    batch: list[_Copy] = []
+    nbytes = 0
+    for copy in copies:
+        if batch and (copy.chunk.file != batch[0].chunk.file or nbytes >= BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(copy)
+        nbytes += copy.view.nbytes
+    if batch:
+        yield batch
 
 
 def _copies(checkpoint: Checkpoint, target: ReadTarget) -> Iterator[_Copy]:
@@ -58,24 +76,35 @@ def _copies(checkpoint: Checkpoint, target: ReadTarget) -> Iterator[_Copy]:
         )
 
 
-def _read(storage: Storage, copy: _Copy) -> int:
-    dtype = torch_dtype(copy.dtype)
-    view = copy.view
+def _read(storage: Storage, batch: Sequence[_Copy]) -> int:
+    """Read all parts of one file that a batch needs, then check and place them."""
+    hosts = [_host(copy) for copy in batch]
+    buffers = [host_bytes(host) for host in hosts]
+    parts = [
+        part for copy, buffer in zip(batch, buffers, strict=True) for part in _parts(copy, buffer)
+    ]
+    storage.read_many(batch[0].chunk.file, parts)
+    for copy, host, buffer in zip(batch, hosts, buffers, strict=True):
+        if buffer.nbytes == copy.chunk.byte_length:
+            _check(copy.chunk, buffer)
+        if host is not copy.view:
+            copy.view.copy_(host)
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _host(copy: _Copy) -> torch.Tensor:
+    """Where the bytes go first: into the target itself, if it has them as the file does."""
+    view, dtype = copy.view, torch_dtype(copy.dtype)
     direct = view.device.type == "cpu" and view.is_contiguous() and view.dtype == dtype
-    host = view if direct else torch.empty(copy.box.sizes, dtype=dtype)
-    buffer = host_bytes(host)
-    _read_box(storage, copy, buffer)
-    if not direct:
-        view.copy_(host)
-    return buffer.nbytes
+    return view if direct else torch.empty(copy.box.sizes, dtype=dtype)
 
 
-def _read_box(storage: Storage, copy: _Copy, buffer: memoryview) -> None:
-    """Read the elements of `copy.box`, row-major, into a buffer of just their size."""
+def _parts(copy: _Copy, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Ranges of the file that hold the elements of `copy.box`, each with its part of a row-major
+    buffer of just their size."""
     chunk = copy.chunk
     if buffer.nbytes == chunk.byte_length:
-        storage.read_into(chunk.file, chunk.byte_offset, buffer)
-        _check(chunk, buffer)
+        yield chunk.byte_offset, buffer
         return
     source = Box(chunk.offsets, chunk.sizes)
     runs = overlap_runs(source, copy.box, DTYPES[copy.dtype].itemsize)
@@ -83,8 +112,7 @@ def _read_box(storage: Storage, copy: _Copy, buffer: memoryview) -> None:
         raise CorruptError(f"{chunk.key}: chunk {source} does not overlap {copy.box}")
     starts = zip(runs.source_offsets.tolist(), runs.target_offsets.tolist(), strict=True)
     for start, target in starts:
-        part = buffer[target : target + runs.length]
-        storage.read_into(chunk.file, chunk.byte_offset + start, part)
+        yield chunk.byte_offset + start, buffer[target : target + runs.length]
 
 
 def _check(chunk: ChunkEntry, buffer: memoryview) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 from ckpt.checkpoint import open_checkpoint
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
 from ckpt.manifest import MANIFEST_NAME, Manifest, read_manifest
-from ckpt.storage import Storage, StoredFile
+from ckpt.storage import Storage, StoredFile, file_sizes
 from ckpt.verify import verify_checkpoint
 
 log = logging.getLogger(__name__)
@@ -148,13 +148,16 @@ def problem_of(root: Storage, entry: RunEntry, level: Level) -> str | None:
 
 def wrong_size(storage: Storage, manifest: Manifest) -> str | None:
     """The first file of a checkpoint that is missing or has another size, and why; None if none."""
-    for file in (*manifest.indexes, *manifest.files):
-        try:
-            size = storage.size(file.name)
-        except (NotFoundError, OSError) as error:
-            return f"{file.name}: {error}"
-        if size != file.size:
-            return f"{file.name}: has {size} bytes, {file.size} were written"
+    files = (*manifest.indexes, *manifest.files)
+    try:
+        sizes = file_sizes(storage, [file.name for file in files])
+    except OSError as error:
+        return str(error)
+    for file in files:
+        if file.name not in sizes:
+            return f"{file.name}: {storage.url}/{file.name} is missing"
+        if sizes[file.name] != file.size:
+            return f"{file.name}: has {sizes[file.name]} bytes, {file.size} were written"
     return None
 
 

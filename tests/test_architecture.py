@@ -48,7 +48,10 @@ LAYERS = {
             *("formats.zip_records", "state", "state.values"),
         ),
         ("manifest", "topology"),
-        ("storage.protocol", "storage.local", "storage.remote"),
+        ("storage.protocol", "storage.spans"),
+        ("storage.faults", "storage.local", "storage.clients"),
+        ("storage.s3",),
+        ("storage.remote",),
         (
             *("storage", "ranges", "data_file", "planner", "state.merge", "reshard.streams"),
             *("formats.torch_archive", "formats.dcp_reader", "formats.dcp", "coverage"),

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,18 +178,17 @@ class LocalStorage:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. CorruptError if the file ends before."""
+        self.read_many(name, [(offset, buffer)])
+
+    def read_many(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill several buffers, one after the other. CorruptError if the file ends before."""
         path = self.resolve(name)
         with self._errors(name):
             # O_NONBLOCK: a planted FIFO is an error then, not an endless wait.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            done = 0
-            while done < len(buffer):
-                with _naming(path):
-                    count = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if count == 0:
-                    raise CorruptError(_short(path, offset, len(buffer), done))
-                done += count
+            for offset, buffer in parts:
+                _fill(descriptor, path, offset, buffer)
         finally:
             os.close(descriptor)
 
@@ -306,6 +305,16 @@ def _naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def _fill(descriptor: int, path: Path, offset: int, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        with _naming(path):
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            raise CorruptError(_short(path, offset, len(buffer), done))
+        done += count
 
 
 def _short(path: Path, offset: int, wanted: int, got: int) -> str:

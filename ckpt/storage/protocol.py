@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,6 +55,10 @@ class Storage(Protocol):
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill a writable buffer from `offset`. Fewer bytes than asked for: CorruptError."""
+
+    def read_many(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill several writable buffers of bytes from one file, each from its own offset. Object
+        stores read near ones by one request, and several requests at once. Errors: as `read`."""
 
     def size(self, name: str) -> int:
         """Bytes of a file."""

@@ -3,51 +3,78 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
 from ckpt.names import name_problem
-from ckpt.storage.protocol import Storage, StoredFile, Writer
-
-CONDITIONAL_PUT = frozenset(
-    {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"},
+from ckpt.storage.clients import (
+    CONNECTIONS,
+    FsspecClient,
+    GoogleClient,
+    MemoryClient,
+    ObjectClient,
+    UnconditionalClient,
+    Upload,
+    protocols,
 )
-"""Protocols whose fsspec file system creates an object only if there is none, in one request.
-fsspec's default for the others looks first and writes then, which lets two writers both win."""
+from ckpt.storage.faults import store_errors
+from ckpt.storage.protocol import Storage, StoredFile, Writer
+from ckpt.storage.s3 import S3Client
+from ckpt.storage.spans import SPAN_BYTES, Span, plan_spans
+
+log = logging.getLogger(__name__)
+
+_CLIENTS: Mapping[str, type[FsspecClient] | type[S3Client]] = {
+    "memory": MemoryClient,
+    "s3": S3Client,
+    "gs": GoogleClient,
+    "az": FsspecClient,
+}
+"""By protocol; each creates an object only if there is none, in one request. fsspec's default for
+other protocols looks first and writes then, which lets two writers both win."""
 
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
-_MEMORY_LOCK = threading.Lock()
-"""Makes the create-if-missing of `memory://` one step between threads, as the stores do it."""
 
-
-def open_url(url: str) -> FsspecStorage:
-    """The storage at an fsspec URL. UsageError if its protocol is unknown or not installed."""
+def open_url(url: str, options: Mapping[str, Any] | None = None) -> FsspecStorage:
+    """The storage at an fsspec URL; `options` go to its file system. UsageError if its protocol is
+    unknown or not installed."""
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = fsspec.core.url_to_fs(url, **(options or {}))
     except (ValueError, ImportError) as error:
-        raise UsageError(f"cannot open {url!r}: {error}") from error
+        raise UsageError(f"cannot open {url!r}: {error}{_extra(url)}") from error
     return FsspecStorage(filesystem, path, url)
 
 
-class _FsspecWriter:
-    """A new object; it appears, whole, when it is closed."""
+def _extra(url: str) -> str:
+    """What to install for a URL."""
+    extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.partition("://")[0])
+    return f" (pip install 'hyperopt-ckpt[{extra}]')" if extra else ""
 
-    def __init__(self, file: Any, where: str) -> None:
-        self._file = file
+
+def _client_of(filesystem: Any) -> ObjectClient:
+    names = protocols(filesystem)
+    found = (client for name, client in _CLIENTS.items() if name in names)
+    return next(found, UnconditionalClient)(filesystem)
+
+
+class _StoreWriter:
+    """Hands data to an upload, and names the object in errors."""
+
+    def __init__(self, upload: Upload, where: str) -> None:
+        self._upload = upload
         self._where = where
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. Raises OSError if the store took less than all of it."""
-        taken = self._file.write(data)
-        wanted = memoryview(data).nbytes
-        if taken is not None and taken != wanted:
-            raise OSError(f"{self._where}: wrote {taken} of {wanted} bytes")
+        """Append."""
+        with store_errors(self._where):
+            self._upload.write(data)
 
 
 class FsspecStorage:
@@ -59,6 +86,7 @@ class FsspecStorage:
 
     def __init__(self, filesystem: Any, path: str, url: str) -> None:
         self._filesystem = filesystem
+        self._client = _client_of(filesystem)
         self._path = path.rstrip("/")
         self._url = url
 
@@ -101,73 +129,70 @@ class FsspecStorage:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Writer]:
-        """Upload a new object. After an exception what may have been uploaded is removed."""
-        path = self.resolve(name)
+        """Upload a new object. After an exception nothing of it is left."""
+        path, where = self.resolve(name), self._where(name)
         if self.exists(name):
-            raise FileExistsError(f"{self._url}/{name} exists")
+            raise FileExistsError(f"{where} exists")
         with self._errors(name):
-            file = self._filesystem.open(path, "wb")
+            upload = self._client.upload(path)
         try:
-            yield _FsspecWriter(file, f"{self._url}/{name}")
+            yield _StoreWriter(upload, where)
             with self._errors(name):
-                file.close()
+                upload.finish()
         except BaseException:
-            self._discard(file, name)
+            _abort(upload, where)
             raise
-
-    def _discard(self, file: Any, name: str) -> None:
-        """End an upload that failed, and remove its object if the store had completed it.
-
-        Nothing refers to the object, so a fault in here costs space only; the first error, which is
-        on its way to the caller, must not be hidden by it.
-        """
-        with contextlib.suppress(Exception):
-            file.close()
-        with contextlib.suppress(Exception):
-            self.remove(name)
 
     def create_exclusive(self, name: str, data: bytes) -> None:
         """Conditional put. FileExistsError if the object exists; UsageError where there is no such
-        request, as a plain put would let two writers both believe that they had won."""
+        request."""
         path = self.resolve(name)
-        protocols = self._filesystem.protocol
-        names = {protocols} if isinstance(protocols, str) else set(protocols)
-        if not names & CONDITIONAL_PUT:
-            raise UsageError(
-                f"{self._url}: no conditional put is known for {sorted(names)}, so a checkpoint "
-                f"cannot be committed there; use one of {sorted(CONDITIONAL_PUT)} or a directory"
-            )
-        lock = _MEMORY_LOCK if "memory" in names else contextlib.nullcontext()
-        with self._errors(name), lock:
-            try:
-                self._filesystem.pipe_file(path, data, mode="create")
-            except FileNotFoundError:  # no such bucket
-                raise
-            except OSError as error:
-                # Stores word "it exists" differently (412, 409, with or without the condition), and
-                # an answer may get lost. What counts is whether the object is there now.
-                if self.exists(name):
-                    raise FileExistsError(f"{self._url}/{name} exists") from error
-                raise
+        try:
+            with self._errors(name):
+                self._client.put_new(path, data)
+        except FileExistsError as error:
+            raise FileExistsError(f"{self._where(name)} exists") from error
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Read a byte range; to the end by default."""
+        if length is not None and length > SPAN_BYTES:
+            buffer = bytearray(length)
+            self.read_into(name, offset, memoryview(buffer))
+            return bytes(buffer)
+        path = self.resolve(name)
         if length == 0:
             return b""
-        end = None if length is None else offset + length
-        start = offset or None  # a range that begins at 0 of an empty object is an error on S3
         with self._errors(name):
-            data = bytes(self._filesystem.cat_file(self.resolve(name), start=start, end=end))
+            data = self._client.get(path, offset, length)
         if length is not None and len(data) != length:
             raise CorruptError(
-                f"{self._url}/{name}: truncated: {length} bytes wanted at byte {offset}, "
+                f"{self._where(name)}: truncated: {length} bytes wanted at byte {offset}, "
                 f"but the object ends after {len(data)} of them"
             )
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
-        buffer[:] = self.read(name, offset, len(buffer))
+        """Fill `buffer` from `offset`, by several requests at once if it is large."""
+        self.read_many(name, [(offset, buffer)])
+
+    def read_many(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill several buffers: near ranges by one request, several requests at once."""
+        self.resolve(name)
+        spans = plan_spans(parts)
+        if len(spans) == 1:
+            self._read_span(name, spans[0])
+            return
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ckpt-read") as pool:
+            requests = [pool.submit(self._read_span, name, span) for span in spans]
+            try:
+                for request in requests:
+                    request.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _read_span(self, name: str, span: Span) -> None:
+        span.deliver(self.read(name, span.start, span.end - span.start))
 
     def size(self, name: str) -> int:
         """Bytes of an object."""
@@ -203,10 +228,15 @@ class FsspecStorage:
         path = self.resolve(name)
         with self._errors(name):
             self._filesystem.invalidate_cache(path)
-            infos = self._filesystem.find(path, detail=True)
+            objects = self._objects(path)
         prefix = path.lstrip("/") + "/" if path else ""
-        for info in infos.values():
+        for info in objects.values():
             yield _stored_file(info, info["name"].lstrip("/").removeprefix(prefix))
+
+    def _objects(self, path: str) -> dict[str, Any]:
+        """All objects below a prefix, with what the store says of each."""
+        found: dict[str, Any] = self._filesystem.find(path, detail=True)
+        return {at: info for at, info in found.items() if info["type"] != "directory"}
 
     def rename(self, source: str, destination: str) -> None:
         """Refused: it would copy every byte, and show a half-moved checkpoint meanwhile."""
@@ -235,7 +265,8 @@ class FsspecStorage:
         path = self.resolve(name)
         with self._errors(name), contextlib.suppress(FileNotFoundError):
             self._filesystem.invalidate_cache(path)
-            self._filesystem.rm(path, recursive=True)
+            self._client.delete(self._objects(path))
+            self._filesystem.invalidate_cache(path)
 
     def sync_directory(self, name: str = "") -> None:
         """Nothing to do: an object is durable once its upload is complete."""
@@ -245,16 +276,21 @@ class FsspecStorage:
         """None: object stores do not tell."""
         return None
 
-    @contextlib.contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
-        """Missing objects and refused access as errors of this package, with the URL."""
-        where = f"{self._url}/{name}" if name else self._url
-        try:
-            yield
-        except FileNotFoundError:
-            raise NotFoundError(f"{where}: no such object") from None
-        except PermissionError as error:
-            raise NotAuthorisedError(f"{where}: {error}") from error
+    def _where(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def _errors(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return store_errors(self._where(name))
+
+
+def _abort(upload: Upload, where: str) -> None:
+    """Drop an upload that failed. The first error, which is on its way to the caller, must not be
+    hidden by a second one; nobody sees the parts that stay, but they take space."""
+    try:
+        with store_errors(where):
+            upload.abort()
+    except (OSError, CheckpointError) as error:
+        log.warning("%s: parts of an upload that failed may be left there: %s", where, error)
 
 
 def _stored_file(info: Mapping[str, Any], name: str) -> StoredFile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt.storage import Storage, StoredFile, Writer
@@ -65,6 +65,11 @@ class Counting:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self._top.note_read(name, buffer.nbytes)
         self._inner.read_into(name, offset, buffer)
+
+    def read_many(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        for _, buffer in parts:
+            self._top.note_read(name, buffer.nbytes)
+        self._inner.read_many(name, parts)
 
     def link(self, source: Storage, source_name: str, name: str) -> bool:
         inner = source.unwrapped() if isinstance(source, Counting) else source

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.storage import Storage, StoredFile, Writer
@@ -106,6 +106,9 @@ class FaultyStorage:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self._inner.read_into(name, offset, buffer)
+
+    def read_many(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        self._inner.read_many(name, parts)
 
     def size(self, name: str) -> int:
         return self._inner.size(name)

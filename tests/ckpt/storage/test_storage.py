@@ -1,11 +1,11 @@
-"""One contract for every storage, and what is particular to directories and to object stores."""
+"""Directories and `memory://`: the contract, and what is particular to them."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import threading
+import time
 import uuid
 from array import array
 from collections.abc import Iterator
@@ -16,170 +16,12 @@ import fsspec  # type: ignore[import-untyped]
 import fsspec.implementations.memory  # type: ignore[import-untyped]
 import pytest
 
-from ckpt.errors import CorruptError, NotAuthorisedError, NotFoundError, UsageError
+from ckpt.errors import NotAuthorisedError, NotFoundError, TryAgainError, UsageError
 from ckpt.storage import Storage, open_storage
 from ckpt.storage import local as storage_local
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.remote import FsspecStorage
-
-
-def put(storage: Storage, name: str, data: bytes = b"data") -> None:
-    with storage.create(name) as writer:
-        writer.write(data)
-
-
-class StorageContract:
-    """What every implementation does."""
-
-    @pytest.fixture
-    def storage(self, tmp_path: Path) -> Storage:
-        raise NotImplementedError
-
-    def test_write_and_read_back(self, storage: Storage) -> None:
-        with storage.create("sub/dir/file") as writer:
-            writer.write(b"abc")
-            writer.write(bytearray(b"defg"))
-            writer.write(memoryview(bytes(range(10)))[2:4])
-            writer.write(bytes(3 * 2**20))
-        assert storage.size("sub/dir/file") == 9 + 3 * 2**20
-        assert storage.read("sub/dir/file", 0, 9) == b"abcdefg\x02\x03"
-        assert storage.read("sub/dir/file", 3, 2) == b"de"
-        assert storage.read("sub/dir/file", 9) == bytes(3 * 2**20)
-        assert storage.read("sub/dir/file", 4, 0) == b""
-        assert len(storage.read("sub/dir/file")) == 9 + 3 * 2**20
-        buffer = bytearray(4)
-        storage.read_into("sub/dir/file", 2, memoryview(buffer))
-        assert buffer == b"cdef"
-
-    def test_empty_file(self, storage: Storage) -> None:
-        put(storage, "empty", b"")
-        assert storage.size("empty") == 0
-        assert storage.read("empty") == b""
-
-    def test_short_reads_are_errors(self, storage: Storage) -> None:
-        put(storage, "f", b"12345")
-        for offset, length in ((0, 6), (5, 1), (4, 2), (100, 1)):
-            with pytest.raises(CorruptError, match=rf"f: truncated.* byte {offset}"):
-                storage.read("f", offset, length)
-            with pytest.raises(CorruptError, match=r"f: truncated"):
-                storage.read_into("f", offset, memoryview(bytearray(length)))
-
-    def test_missing(self, storage: Storage) -> None:
-        for action in (storage.read, storage.size, storage.list):
-            with pytest.raises(NotFoundError, match="nothing"):
-                action("nothing")
-        with pytest.raises(NotFoundError, match="nothing"):
-            storage.read("nothing", 0, 4)
-        with pytest.raises(NotFoundError):
-            list(storage.child("nothing").list())
-        assert not storage.exists("nothing")
-        storage.remove("nothing")
-
-    def test_create_never_overwrites(self, storage: Storage) -> None:
-        put(storage, "f", b"first")
-        with pytest.raises(FileExistsError), storage.create("f") as writer:
-            writer.write(b"second")
-        assert storage.read("f") == b"first"
-
-    def test_a_failed_write_leaves_nothing(self, storage: Storage) -> None:
-        def fail_halfway() -> None:
-            with storage.create("f") as writer:
-                writer.write(bytes(2**21))
-                raise KeyError("reason")
-
-        with pytest.raises(KeyError, match="reason"):
-            fail_halfway()
-        assert not storage.exists("f")
-        put(storage, "f", b"later")
-        assert storage.read("f") == b"later"
-
-    def test_create_exclusive(self, storage: Storage) -> None:
-        storage.create_exclusive("lock", b"one")
-        with pytest.raises(FileExistsError):
-            storage.create_exclusive("lock", b"two")
-        assert storage.read("lock") == b"one"
-        assert [file.name for file in storage.list()] == ["lock"]
-
-    def test_one_of_many_writers_wins(self, storage: Storage) -> None:
-        wins: list[int] = []
-        barrier = threading.Barrier(8)
-
-        def compete(number: int) -> None:
-            barrier.wait()
-            try:
-                storage.create_exclusive("lock", b"%d" % number)
-            except FileExistsError:
-                return
-            wins.append(number)
-
-        threads = [threading.Thread(target=compete, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(wins) == 1
-        assert storage.read("lock") == b"%d" % wins[0]
-
-    def test_list_and_walk(self, storage: Storage) -> None:
-        for name in ("b", "a/x", "a/y/z", "c/q"):
-            put(storage, name, name.encode())
-        listed = [(f.name, f.size, f.is_directory) for f in storage.list()]
-        assert listed == [("a", 0, True), ("b", 1, False), ("c", 0, True)]
-        assert [f.name for f in storage.list("a")] == ["x", "y"]
-        walked = {(f.name, f.size) for f in storage.walk()}
-        assert walked == {("b", 1), ("a/x", 3), ("a/y/z", 5), ("c/q", 3)}
-        assert {f.name for f in storage.walk("a")} == {"x", "y/z"}
-        assert all(f.modified > 1e9 for f in storage.walk())
-
-    def test_child(self, storage: Storage) -> None:
-        child = storage.child("step/inner")
-        put(child, "f", b"deep")
-        assert storage.read("step/inner/f") == b"deep"
-        assert child.url == f"{storage.url}/step/inner"
-        assert [f.name for f in child.walk()] == ["f"]
-
-    def test_remove_a_tree(self, storage: Storage) -> None:
-        put(storage, "a/x")
-        put(storage, "a/y/z")
-        put(storage, "ab")
-        storage.remove("a")
-        assert [f.name for f in storage.list()] == ["ab"]
-        storage.remove("ab")
-        assert not storage.exists("ab")
-        with pytest.raises(UsageError, match="root"):
-            storage.remove("")
-
-    @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//b", "a\\b", "a\0", ".", "C:x"])
-    def test_names_stay_inside(self, storage: Storage, name: str) -> None:
-        actions: list[Any] = [storage.read, storage.size, storage.exists, storage.remove]
-        actions += [storage.list, storage.child, storage.make_directory, storage.sync_directory]
-        actions += [lambda n: storage.create_exclusive(n, b""), lambda n: put(storage, n)]
-        actions += [lambda n: storage.link(storage, "x", n), lambda n: list(storage.walk(n))]
-        for action in actions:
-            with pytest.raises(UsageError, match="file name"):
-                action(name)
-
-    def test_directories(self, storage: Storage) -> None:
-        storage.make_directory("new/deep")
-        storage.make_directory("new/deep")
-        put(storage, "new/deep/f")
-        storage.sync_directory("new/deep")
-        storage.sync_directory()
-
-    def test_free_bytes_needs_no_root(self, storage: Storage) -> None:
-        free = storage.child("not/there/yet").free_bytes()
-        assert free is None or free > 0
-
-    def test_link_within_one_store(self, storage: Storage) -> None:
-        put(storage, "a/f", b"shared")
-        assert storage.child("b").link(storage.child("a"), "f", "sub/g")
-        storage.remove("a")
-        assert storage.read("b/sub/g") == b"shared"
-        put(storage, "other")
-        with pytest.raises(FileExistsError):
-            storage.link(storage, "b/sub/g", "other")
-        with pytest.raises(NotFoundError):
-            storage.link(storage, "nothing", "new")
+from tests.ckpt.storage.contract import StorageContract, compete, put
 
 
 class TestLocalStorage(StorageContract):
@@ -337,6 +179,8 @@ class TestLocalStorage(StorageContract):
 
 
 class TestMemoryStorage(StorageContract):
+    shared = False
+
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Iterator[Storage]:
         parent = open_storage(f"memory://{uuid.uuid4().hex}")
@@ -348,6 +192,21 @@ class TestMemoryStorage(StorageContract):
         put(storage, "f")
         with pytest.raises(UsageError, match="cannot rename"):
             storage.rename("f", "g")
+
+    def test_looking_and_writing_are_one_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        filesystem = fsspec.implementations.memory.MemoryFileSystem(
+            global_store=False, skip_instance_cache=True
+        )
+        exists = filesystem.exists
+
+        def slowly(path: str, **options: Any) -> bool:
+            found: bool = exists(path, **options)
+            time.sleep(0.01)  # others run meanwhile
+            return found
+
+        monkeypatch.setattr(filesystem, "exists", slowly)
+        storage = FsspecStorage(filesystem, "/run", "memory://run")
+        assert len(compete(lambda number: storage.create_exclusive("lock", b"%d" % number))) == 1
 
     def test_no_silent_unconditional_put(self, tmp_path: Path) -> None:
         """A file system whose create-if-missing is not one request must not pretend."""
@@ -371,7 +230,7 @@ class TestMemoryStorage(StorageContract):
         monkeypatch.setattr(filesystem, "pipe_file", refuse)
         with pytest.raises(FileExistsError, match="s3://run/taken exists"):
             storage.create_exclusive("taken", b"x")
-        with pytest.raises(OSError, match="pre-conditions") as caught:
+        with pytest.raises((OSError, TryAgainError), match="pre-conditions") as caught:
             storage.create_exclusive("free", b"x")
         assert not isinstance(caught.value, FileExistsError)
 
