@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from ckpt.errors import CorruptError, NotFoundError
+from ckpt.formats.target import SINGLE_FILE_SUFFIXES
 from ckpt.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -18,13 +20,17 @@ from ckpt.manifest import (
 )
 from ckpt.storage import Storage, StoredFile, open_storage
 
+if TYPE_CHECKING:
+    from ckpt.formats.foreign import SourceOptions
+
 
 class Checkpoint:
     """A checkpoint that is there to be read.
 
     Opening it reads the manifest only; the index files are read, checked and kept when they are
-    first asked for. `foreign` marks a plain torch.distributed.checkpoint, whose manifest is made up
-    from its `.metadata`: without topology, and with empty checksums of files and chunks.
+    first asked for. `foreign` marks one of another program (or a part of one, under other names),
+    whose manifest is made up: with empty checksums of files and chunks. `whole_directory` is
+    false where it is a single file, whose neighbours are none of its business.
     """
 
     def __init__(
@@ -32,7 +38,9 @@ class Checkpoint:
         storage: Storage,
         manifest: Manifest,
         read_indexes: Callable[[], Iterable[Index]] | None = None,
+        whole_directory: bool = True,
     ) -> None:
+        self.whole_directory = whole_directory
         self.storage = storage
         self.manifest = manifest
         self.foreign = read_indexes is not None
@@ -73,6 +81,11 @@ def _by_key(indexes: Iterable[Index]) -> dict[str, list[ChunkEntry]]:
     return chunks
 
 
+def has_own_indexes(storage: Storage) -> bool:
+    """Whether index files of a save of ours are there."""
+    return any(file.name.startswith("index-") for file in _files(storage))
+
+
 def _files(storage: Storage) -> list[StoredFile]:
     try:
         return storage.list()
@@ -80,27 +93,44 @@ def _files(storage: Storage) -> list[StoredFile]:
         return []
 
 
-def open_checkpoint(source: Storage | str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint of ours, or a plain torch.distributed.checkpoint.
+def open_checkpoint(
+    source: Storage | str | os.PathLike[str], options: SourceOptions | None = None
+) -> Checkpoint:
+    """Open a checkpoint of ours, or one of another program: torch.distributed.checkpoint,
+    safetensors, `torch.save` files; a path may also name a single file. `options` says what such
+    files themselves do not say.
 
-    NotFoundError if there is neither manifest nor `.metadata`; CorruptError or IncompatibleError
-    if what is there cannot be read.
+    NotFoundError if there is none; CorruptError or IncompatibleError if what is there cannot be
+    read; UsageError where an option is needed.
     """
-    storage = open_storage(source) if isinstance(source, str | os.PathLike) else source
-    if storage.exists(MANIFEST_NAME):
+    storage, only = _located(source)
+    if only is None and storage.exists(MANIFEST_NAME):
         return Checkpoint(storage, read_manifest(storage))
-    if any(file.name.startswith("index-") for file in _files(storage)):
+    if only is None and has_own_indexes(storage):
         raise CorruptError(
             f"{storage.url}: {MANIFEST_NAME} is missing beside the index files: the checkpoint was "
             "never committed, or was damaged"
         )
-    if storage.exists(METADATA_NAME):
-        from ckpt.formats.dcp_reader import foreign_manifest, read_foreign, read_indexes
+    if only is not None or _files(storage):
+        from ckpt.formats.foreign import SourceOptions, open_foreign
 
-        foreign = read_foreign(storage)
-        return Checkpoint(
-            storage, foreign_manifest(storage, foreign), lambda: read_indexes(storage, foreign)
-        )
+        found = open_foreign(storage, options or SourceOptions(), only)
+        if found is not None:
+            return Checkpoint(storage, found.manifest, found.read_indexes, only is None)
     raise NotFoundError(
-        f"{storage.url}: no checkpoint here (neither {MANIFEST_NAME} nor {METADATA_NAME})"
+        f"{storage.url}: no checkpoint here (neither {MANIFEST_NAME} nor {METADATA_NAME}, nor "
+        "files of safetensors or torch.save)"
     )
+
+
+def _located(source: Storage | str | os.PathLike[str]) -> tuple[Storage, str | None]:
+    """The storage of a checkpoint, and its file if the path names a single one."""
+    if not isinstance(source, str | os.PathLike):
+        return source, None
+    text = os.fspath(source)
+    parent, slash, name = text.rpartition("/")
+    if not text.endswith(SINGLE_FILE_SUFFIXES):
+        return open_storage(source), None
+    storage = open_storage((parent or "/") if slash else ".")
+    is_file = any(file.name == name and not file.is_directory for file in _files(storage))
+    return (storage, name) if is_file else (open_storage(source), None)

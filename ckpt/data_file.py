@@ -14,47 +14,43 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import xxhash
 from isal import isal_zlib
 
 from ckpt.dtypes import DTYPES, DType
+from ckpt.formats.pickle_writer import encode_tensor
+from ckpt.formats.zip_records import (
+    ALIGNMENT,
+    Record,
+    data_descriptor,
+    data_header,
+    directory,
+    small_record,
+)
 from ckpt.manifest import ChunkEntry, FileEntry
 from ckpt.storage import Writer
 from hyperopt.ownership import Box
 
-__all__ = ["ALIGNMENT", "DTYPES", "DType", "DataFileWriter", "entry_footer", "entry_header"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "ChunkWriter",
+    "DType",
+    "DataFileWriter",
+    "SummedFile",
+    "entry_footer",
+    "entry_header",
+]
 
-ALIGNMENT = 64
-"""Alignment of the data in its archive and in the file, in bytes."""
+_DATA = b"archive/data/0"
 
 _BLOCK = 1 << 18
 """Bytes handed to the three checksums at a time: small enough to stay in the processor's cache
 between them, large enough that the calls do not count."""
-
-_MAX_32 = 0xFFFFFFFF
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_END_64_LOCATOR = struct.Struct("<4sIQI")
-_VERSION = 45  # "version needed": 4.5 has zip64
-_STREAMED = 0x0808  # CRC and sizes follow the data; names are UTF-8
-_PADDING_ID = 0x4246
-_ZIP64_ID = 0x0001
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """One file in an archive, for the central directory."""
-
-    name: bytes
-    size: int
-    crc32: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,7 @@ class _Head:
     """Everything in front of the data: its bytes, and the records that they hold."""
 
     data: bytes
-    records: tuple[_Record, ...]
+    records: tuple[Record, ...]
     data_record_offset: int
 
 
@@ -75,152 +71,48 @@ def entry_footer(dtype: str, sizes: Sequence[int], crc32: int) -> bytes:
     """All bytes of an archive behind the data, given the CRC-32 of the data."""
     head = _head(dtype, tuple(sizes))
     size = math.prod(sizes) * DTYPES[dtype].itemsize
-    descriptor = struct.pack(
-        "<4sIQQ" if size > _MAX_32 else "<4sIII", b"PK\x07\x08", crc32, *[size] * 2
-    )
-    records = (*head.records, _Record(b"archive/data/0", size, crc32, head.data_record_offset))
-    directory = b"".join(_central_header(record) for record in records)
+    descriptor = data_descriptor(size, crc32)
+    data = Record(_DATA, size, crc32, head.data_record_offset, streamed=True)
     start = len(head.data) + size + len(descriptor)
-    return descriptor + directory + _end_records(len(records), len(directory), start)
+    return descriptor + directory((*head.records, data), start)
 
 
 @functools.lru_cache(maxsize=4096)
 def _head(dtype: str, sizes: tuple[int, ...]) -> _Head:
     small = (
-        (b"archive/data.pkl", _tensor_pickle(DTYPES[dtype], sizes)),
+        (b"archive/data.pkl", encode_tensor(DTYPES[dtype], sizes)),
         (b"archive/byteorder", b"little"),
         (b"archive/version", b"3\n"),
     )
     out = bytearray()
     records = []
     for name, content in small:
-        crc32 = isal_zlib.crc32(content)
-        records.append(_Record(name, len(content), crc32, len(out)))
-        out += _LOCAL.pack(
-            b"PK\x03\x04",
-            _VERSION,
-            0x0800,
-            0,
-            0,
-            0,
-            crc32,
-            len(content),
-            len(content),
-            len(name),
-            0,
-        )
-        out += name + content
+        data, record = small_record(name, content, len(out))
+        records.append(record)
+        out += data
     start = len(out)
-    size = math.prod(sizes) * DTYPES[dtype].itemsize
-    out += _data_header(start, b"archive/data/0", size)
+    out += data_header(start, _DATA, math.prod(sizes) * DTYPES[dtype].itemsize)
     return _Head(bytes(out), tuple(records), start)
 
 
-def _data_header(start: int, name: bytes, size: int) -> bytes:
-    """Local header of the data, padded so that the data is aligned. With zip64 the sizes that
-    follow the data have 8 bytes each, which the (empty) zip64 field announces."""
-    large = size > _MAX_32
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, 0, 0) if large else b""
-    end = start + _LOCAL.size + len(name) + len(extra) + 4
-    padding = -end % ALIGNMENT
-    extra += struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-    sizes = _MAX_32 if large else 0
-    head = _LOCAL.pack(
-        b"PK\x03\x04", _VERSION, _STREAMED, 0, 0, 0, 0, sizes, sizes, len(name), len(extra)
-    )
-    return head + name + extra
-
-
-def _central_header(record: _Record) -> bytes:
-    large = record.size > _MAX_32
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, record.size, record.size) if large else b""
-    size = _MAX_32 if large else record.size
-    flags = _STREAMED if record.name.endswith(b"/data/0") else 0x0800
-    return (
-        _CENTRAL.pack(
-            b"PK\x01\x02",
-            _VERSION,
-            _VERSION,
-            flags,
-            0,
-            0,
-            0,
-            record.crc32,
-            size,
-            size,
-            len(record.name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            record.offset,
-        )
-        + record.name
-        + extra
-    )
-
-
-def _end_records(count: int, length: int, start: int) -> bytes:
-    """End of central directory; in front of it its zip64 form where the offset needs one."""
-    if start <= _MAX_32:
-        return _END.pack(b"PK\x05\x06", 0, 0, count, count, length, start, 0)
-    wide = _END_64.pack(b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, length, start)
-    locator = _END_64_LOCATOR.pack(b"PK\x06\x07", 0, start + length, 1)
-    return wide + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, length, _MAX_32, 0)
-
-
-# ------------------------------------------------------------------------------ the tensor's pickle
-
-
-def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
-    """Pickle (protocol 2) of a contiguous tensor, as `torch.save` writes it: a call of
-    `_rebuild_tensor_v2(storage, offset, sizes, strides, requires_grad, hooks)`, or of
-    `_rebuild_tensor_v3(..., dtype)` for a dtype without a storage class."""
-    count = math.prod(sizes)
-    typed = dtype.storage_class is not None
-    rebuild = b"ctorch._utils\n_rebuild_tensor_v%d\n" % (2 if typed else 3)
-    if typed:
-        storage = _persistent_storage(b"ctorch\n%s\n" % str(dtype.storage_class).encode(), count)
-    else:
-        kind = b"ctorch.storage\nUntypedStorage\n"
-        storage = _persistent_storage(kind, count * dtype.itemsize)
-    hooks = b"ccollections\nOrderedDict\n)R"
-    last = b"" if typed else b"ctorch\n%s\n" % dtype.name.encode()
-    arguments = storage + _pickle_int(0) + _pickle_ints(sizes) + _pickle_ints(_strides(sizes))
-    return b"\x80\x02" + rebuild + b"(" + arguments + b"\x89" + hooks + last + b"tR."
-
-
-def _persistent_storage(kind: bytes, count: int) -> bytes:
-    """The persistent id ('storage', kind, '0', 'cpu', count)."""
-    texts = _pickle_text(b"0") + _pickle_text(b"cpu")
-    return b"(" + _pickle_text(b"storage") + kind + texts + _pickle_int(count) + b"tQ"
-
-
-def _pickle_text(text: bytes) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text
-
-
-def _pickle_int(value: int) -> bytes:
-    if value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    size = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
-
-def _pickle_ints(values: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_pickle_int, values)) + b"t"
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Contiguous strides, as torch gives them: a dim of size 0 counts as 1."""
-    strides = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
-    return tuple(strides)
-
-
 # --------------------------------------------------------------------------------------- the writer
+
+
+class ChunkWriter(Protocol):
+    """Writes the chunks of one data file, one after the other, and checksums them on the way."""
+
+    def begin(self, key: str, box: Box, dtype: str) -> None:
+        """Start a chunk: its data follows by `write`, then `end`."""
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Append data to the chunk that was begun."""
+
+    def end(self) -> ChunkEntry:
+        """Finish the chunk. ValueError if its data was more or less than its box needs."""
+
+    def finish(self) -> FileEntry:
+        """Write what follows the last chunk; the file's entry for the manifest. The caller closes
+        the file."""
 
 
 @dataclass(slots=True)
@@ -236,14 +128,12 @@ class _OpenChunk:
     digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
 
-class DataFileWriter:
-    """Writes chunks to one data file in order, and checksums them on the way.
+class SummedFile:
+    """A file that is written in order, with its XXH3-128 and the checksums of its chunks.
 
-    `writer` is a fresh file; `name` its name inside the checkpoint. Data is written block by block
-    as it comes, without a copy; CRC-32 and both XXH3-128 are taken while a block is in cache.
-
-    `add` takes a chunk whose blocks can be iterated. Where blocks come from somewhere else (several
-    files are filled from one source), `begin`, `write` and `end` do the same in steps.
+    What every format's writer stands on: `put` takes bytes between chunks; `begin`, `write` and
+    `end` take a chunk, block by block as it comes, without a copy. CRC-32 and both XXH3-128 are
+    taken while a block is in cache.
     """
 
     def __init__(self, writer: Writer, name: str) -> None:
@@ -254,9 +144,95 @@ class DataFileWriter:
         self._chunk: _OpenChunk | None = None
 
     @property
+    def name(self) -> str:
+        """The file's name inside the checkpoint."""
+        return self._name
+
+    @property
     def size(self) -> int:
         """Bytes written so far."""
         return self._size
+
+    def put(self, data: bytes) -> None:
+        """Append bytes that belong to no chunk."""
+        self._writer.write(data)
+        self._file_hash.update(data)
+        self._size += len(data)
+
+    def begin(self, key: str, box: Box, dtype: str, entry_offset: int | None = None) -> None:
+        """Start a chunk, whose data begins here. `entry_offset` is where the archive around it has
+        begun, if there is one."""
+        self.check_ended()
+        start = self._size if entry_offset is None else entry_offset
+        self._chunk = _OpenChunk(key, box, dtype, start, self._size)
+
+    def check_ended(self) -> None:
+        """ValueError while a chunk is still open."""
+        if self._chunk is not None:
+            raise ValueError(f"{self._name}: tensor {self._chunk.key!r} has not been ended")
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Append data to the chunk that was begun."""
+        chunk = self._begun()
+        for part in _cache_sized(block):
+            chunk.digest.update(part)
+            self._file_hash.update(part)
+            chunk.crc32 = isal_zlib.crc32(part, chunk.crc32)
+            self._writer.write(part)
+            self._size += len(part)
+
+    def end(self, footer: Callable[[int], bytes] | None = None) -> ChunkEntry:
+        """Finish the chunk. `footer` gives the rest of the archive around it from its CRC-32.
+        ValueError if its data was more or less than its box needs."""
+        chunk = self._begun()
+        expected = chunk.box.elements * DTYPES[chunk.dtype].itemsize
+        if self._size - chunk.byte_offset != expected:
+            raise ValueError(
+                f"{self._name}: tensor {chunk.key!r}: got {self._size - chunk.byte_offset} bytes "
+                f"of data for a box that has {expected}"
+            )
+        if footer is not None:
+            self.put(footer(chunk.crc32))
+        self._chunk = None
+        return ChunkEntry(
+            key=chunk.key,
+            offsets=chunk.box.offsets,
+            sizes=chunk.box.sizes,
+            file=self._name,
+            byte_offset=chunk.byte_offset,
+            byte_length=expected,
+            entry_offset=chunk.entry_offset,
+            entry_length=self._size - chunk.entry_offset,
+            crc32=chunk.crc32,
+            xxh3_128=chunk.digest.hexdigest(),
+        )
+
+    def finish(self) -> FileEntry:
+        """The file's entry for the manifest."""
+        return FileEntry(self._name, self._size, self._file_hash.hexdigest())
+
+    def _begun(self) -> _OpenChunk:
+        if self._chunk is None:
+            raise ValueError(f"{self._name}: no chunk was begun")
+        return self._chunk
+
+
+class DataFileWriter:
+    """Writes chunks to one data file in order, each as an archive of its own.
+
+    `writer` is a fresh file; `name` its name inside the checkpoint. `add` takes a chunk whose
+    blocks can be iterated. Where blocks come from somewhere else (several files are filled from one
+    source), `begin`, `write` and `end` do the same in steps.
+    """
+
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._file = SummedFile(writer, name)
+        self._footer: Callable[[int], bytes] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.size
 
     def add(
         self, key: str, box: Box, dtype: str, blocks: Iterable[bytes | memoryview]
@@ -273,60 +249,26 @@ class DataFileWriter:
 
     def begin(self, key: str, box: Box, dtype: str) -> None:
         """Start a chunk: its data follows by `write`, then `end`."""
-        if self._chunk is not None:
-            raise ValueError(f"{self._name}: tensor {self._chunk.key!r} has not been ended")
-        self._write_small(bytes(-self._size % ALIGNMENT))
-        entry_offset = self._size
-        self._write_small(entry_header(dtype, box.sizes))
-        self._chunk = _OpenChunk(key, box, dtype, entry_offset, self._size)
+        self._file.check_ended()
+        self._file.put(bytes(-self._file.size % ALIGNMENT))
+        entry_offset = self._file.size
+        self._file.put(entry_header(dtype, box.sizes))
+        self._file.begin(key, box, dtype, entry_offset)
+        self._footer = functools.partial(entry_footer, dtype, box.sizes)
 
     def write(self, block: bytes | memoryview) -> None:
         """Append data to the chunk that was begun."""
-        chunk = self._begun()
-        for part in _cache_sized(block):
-            chunk.digest.update(part)
-            self._file_hash.update(part)
-            chunk.crc32 = isal_zlib.crc32(part, chunk.crc32)
-            self._writer.write(part)
-            self._size += len(part)
+        self._file.write(block)
 
     def end(self) -> ChunkEntry:
         """Finish the chunk. ValueError if its data was more or less than its box needs."""
-        chunk = self._begun()
-        expected = chunk.box.elements * DTYPES[chunk.dtype].itemsize
-        if self._size - chunk.byte_offset != expected:
-            raise ValueError(
-                f"{self._name}: tensor {chunk.key!r}: got {self._size - chunk.byte_offset} bytes "
-                f"of data for a box that has {expected}"
-            )
-        self._write_small(entry_footer(chunk.dtype, chunk.box.sizes, chunk.crc32))
-        self._chunk = None
-        return ChunkEntry(
-            key=chunk.key,
-            offsets=chunk.box.offsets,
-            sizes=chunk.box.sizes,
-            file=self._name,
-            byte_offset=chunk.byte_offset,
-            byte_length=expected,
-            entry_offset=chunk.entry_offset,
-            entry_length=self._size - chunk.entry_offset,
-            crc32=chunk.crc32,
-            xxh3_128=chunk.digest.hexdigest(),
-        )
+        entry = self._file.end(self._footer)
+        self._footer = None
+        return entry
 
     def finish(self) -> FileEntry:
         """The file's entry for the manifest. The caller closes the file."""
-        return FileEntry(self._name, self._size, self._file_hash.hexdigest())
-
-    def _begun(self) -> _OpenChunk:
-        if self._chunk is None:
-            raise ValueError(f"{self._name}: no chunk was begun")
-        return self._chunk
-
-    def _write_small(self, data: bytes) -> None:
-        self._writer.write(data)
-        self._file_hash.update(data)
-        self._size += len(data)
+        return self._file.finish()
 
 
 def _cache_sized(block: bytes | memoryview) -> Iterator[memoryview]:

@@ -186,6 +186,8 @@ def _box_problem(chunk: ChunkEntry, tensors: Mapping[str, TensorEntry]) -> str |
 
 def _bytes_problem(chunk: ChunkEntry, files: Mapping[str, FileEntry]) -> str | None:
     entry = files.get(chunk.file)
+    if chunk.crc32 is None:
+        return "has no CRC-32"
     if entry is None:
         return f"lies in {chunk.file!r}, which the manifest does not list"
     start, stop = chunk.entry_offset, chunk.entry_offset + chunk.entry_length

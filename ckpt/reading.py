@@ -118,8 +118,8 @@ def _parts(copy: _Copy, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
 def _check(chunk: ChunkEntry, buffer: memoryview) -> None:
     if chunk.xxh3_128:
         good = xxhash.xxh3_128_hexdigest(buffer) == chunk.xxh3_128
-    else:  # a checkpoint of stock torch
-        good = isal_zlib.crc32(buffer) == chunk.crc32
+    else:  # written by something else: a CRC-32, or no checksum at all
+        good = chunk.crc32 is None or isal_zlib.crc32(buffer) == chunk.crc32
     if not good:
         raise CorruptError(
             f"{chunk.file}: bytes {chunk.byte_offset} to {chunk.byte_offset + chunk.byte_length} "

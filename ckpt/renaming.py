@@ -45,7 +45,7 @@ def rename_manifest(
         ownership=tuple(_owners(owners, new) for owners in manifest.ownership),
         absent=tuple(_new_absent(key, absent_prefixes) for key in manifest.absent),
         extras={
-            name: _extra_state(value, new) if name in modules else value
+            name: _extra(name, value, new, modules, manifest)
             for name, value in manifest.extras.items()
         },
     )
@@ -128,6 +128,18 @@ def _new_absent(key: str, prefixes: Mapping[str, str]) -> str:
     if key in prefixes:
         return prefixes[key]
     return f"{prefixes[parameter]}.{state}" if parameter in prefixes else key
+
+
+def _extra(
+    name: str, value: object, new: Mapping[str, str], modules: Collection[str], manifest: Manifest
+) -> object:
+    """Extra state of modules, and state of optimizers that is no tensor, by their parameters."""
+    if name in modules:
+        return _extra_state(value, new)
+    optimizers = {group.optimizer for group in manifest.groups}
+    if name in optimizers and isinstance(value, Mapping) and "state" in value:
+        return {**value, "state": _extra_state(value["state"], new)}
+    return value
 
 
 def _extra_state(values: object, new: Mapping[str, str]) -> object:

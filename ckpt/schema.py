@@ -124,8 +124,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
     """One box of one tensor in one file. `byte_offset`/`byte_length` locate the raw row-major
     little-endian data; `entry_offset`/`entry_length` the zip entry (a whole `torch.save` archive)
-    around it. `crc32` (of the raw data; also in the zip entry) can be combined over ranges,
-    `xxh3_128` (hex) is the strong check."""
+    around it, or where there is none the data itself. `crc32` (of the raw data; also in the zip
+    entry) can be combined over ranges, `xxh3_128` (hex) is the strong check. In memory, chunks of
+    data that came without checksums have None and ''; a checkpoint with a manifest has both."""
 
     key: Text
     offsets: Dims
@@ -135,7 +136,7 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
     byte_length: Count
     entry_offset: Count
     entry_length: Count
-    crc32: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    crc32: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None
     xxh3_128: Xxh3
 
 

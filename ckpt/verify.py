@@ -21,10 +21,18 @@ from typing import Literal, get_args
 
 import xxhash
 
-from ckpt.checkpoint import Checkpoint, open_checkpoint
+from ckpt.checkpoint import Checkpoint, has_own_indexes, open_checkpoint
 from ckpt.coverage import check_coverage
 from ckpt.errors import CheckpointError, CorruptError, IncompatibleError, UsageError
-from ckpt.formats.dcp_reader import ForeignMetadata, StoredEntry, read_chunk, read_foreign
+from ckpt.formats.dcp_objects import with_model_name
+from ckpt.formats.dcp_reader import (
+    ForeignMetadata,
+    StoredEntry,
+    foreign_manifest,
+    read_chunk,
+    read_foreign,
+    read_indexes,
+)
 from ckpt.formats.torch_archive import TorchArchive
 from ckpt.manifest import (
     MANIFEST_NAME,
@@ -95,7 +103,7 @@ def verify_checkpoint(
     _check_arguments(level, sample)
     storage = _storage(source)
     try:
-        checkpoint = open_checkpoint(storage)
+        checkpoint = _open(storage)
     except (CorruptError, IncompatibleError) as error:
         name = MANIFEST_NAME if storage.exists(MANIFEST_NAME) else METADATA_NAME
         return VerifyReport(level, (Problem(name, None, None, str(error)),), (), 1, 0)
@@ -110,6 +118,17 @@ def verify_checkpoint(
     found = _read_data(checkpoint, work, counter.add, workers)
     listed = len(checkpoint.manifest.files) + len(checkpoint.manifest.indexes) + 1
     return VerifyReport(level, (*problems, *broken, *found), tuple(notes), listed, counter.total)
+
+
+def _open(storage: Storage) -> Checkpoint:
+    """As `open_checkpoint`; but of torch.distributed.checkpoint without the objects that are no
+    tensors, whose damage is to be reported one by one."""
+    own = storage.exists(MANIFEST_NAME) or has_own_indexes(storage)
+    if own or not storage.exists(METADATA_NAME):
+        return open_checkpoint(storage)
+    foreign = with_model_name(read_foreign(storage))
+    manifest = foreign_manifest(storage, foreign)
+    return Checkpoint(storage, manifest, lambda: read_indexes(storage, foreign))
 
 
 def planned_bytes(
@@ -155,8 +174,10 @@ class _Counter:
 
 def _read_indexes(checkpoint: Checkpoint) -> tuple[list[Index], list[Problem]]:
     """All indexes that can be read and fit the manifest, and what is wrong with the others."""
-    if checkpoint.foreign:
+    if checkpoint.foreign and checkpoint.storage.exists(METADATA_NAME):
         return _read_archives(checkpoint.storage)
+    if checkpoint.foreign:
+        return list(checkpoint.indexes), []
     indexes, problems = [], []
     for entry in checkpoint.manifest.indexes:
         try:
@@ -170,7 +191,7 @@ def _read_indexes(checkpoint: Checkpoint) -> tuple[list[Index], list[Problem]]:
 
 def _read_archives(storage: Storage) -> tuple[list[Index], list[Problem]]:
     """The chunks of a foreign checkpoint, from the headers of its archives."""
-    foreign = read_foreign(storage)
+    foreign = with_model_name(read_foreign(storage))
     chunks, problems = [], []
     for entry in foreign.entries:
         try:

@@ -37,7 +37,8 @@ class Problem:
 
 
 class _Digest:
-    """The checksum of one chunk in the making: XXH3-128, or CRC-32 where that is all there is."""
+    """The checksum of one chunk in the making: XXH3-128, or CRC-32 where that is all there is.
+    Chunks of foreign data without any checksum are read, and pass."""
 
     def __init__(self, chunk: ChunkEntry) -> None:
         self.chunk = chunk
@@ -61,7 +62,7 @@ class _Digest:
         if self._hash is not None:
             good, kind = self._hash.hexdigest() == chunk.xxh3_128, "XXH3-128"
         else:
-            good, kind = self._crc32 == chunk.crc32, "CRC-32"
+            good, kind = chunk.crc32 in (None, self._crc32), "CRC-32"
         if good:
             return None
         return Problem(
@@ -181,6 +182,8 @@ def _between_chunks(
 def _changed_framing(storage: Storage, chunk: ChunkEntry, dtype: str) -> int | None:
     """The first byte in front of or behind a chunk's data that is not as `ckpt.data_file` writes
     it. None if there is none, or if the archive was written by something else."""
+    if chunk.crc32 is None or chunk.entry_length == chunk.byte_length:
+        return None
     end = chunk.byte_offset + chunk.byte_length
     parts = (
         (chunk.entry_offset, chunk.byte_offset, entry_header(dtype, chunk.sizes)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable, Mapping
 
+from ckpt.formats.pickle_writer import pickle_integer
 from ckpt.manifest import ChunkEntry, Index, TensorEntry
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -92,7 +93,7 @@ class _Pickle:
         known = self._known.get(sizes)
         if known is not None:
             return known
-        numbers = b"".join(map(_integer, sizes))
+        numbers = b"".join(map(pickle_integer, sizes))
         return self._shared(sizes, self._named("torch", "Size") + b"(" + numbers + b"t\x85R")
 
     def begin(self, kind: str, module: str = _METADATA) -> bytes:
@@ -118,17 +119,22 @@ class _Pickle:
         parts = [self._named(_METADATA, "TensorProperties"), _EMPTY_TUPLE, b"\x81("]
         parts += [self._named("torch", dtype), self._named("torch.serialization", "_get_layout")]
         parts += [self.text("torch.strided"), b"\x85R", _FALSE]
-        parts += [self._named(_METADATA, "_MEM_FORMAT_ENCODING"), _integer(0), b"\x85R", _FALSE]
+        parts += [
+            self._named(_METADATA, "_MEM_FORMAT_ENCODING"),
+            pickle_integer(0),
+            b"\x85R",
+            _FALSE,
+        ]
         return self._shared(what, b"".join([*parts, b"tb"]))
 
     def stored(self, chunk: ChunkEntry, number: int) -> bytes:
         """Where the `number`-th chunk of its tensor is stored: a MetadataIndex and its place."""
         parts = [self.begin("MetadataIndex"), self.text("fqn"), self.text(chunk.key)]
         parts += [self.text("offset"), self._size(chunk.offsets)]
-        parts += [self.text("index"), _integer(number), b"ub"]
+        parts += [self.text("index"), pickle_integer(number), b"ub"]
         parts += [self.begin("_StorageInfo", _STORAGE), self.text("relative_path")]
-        parts += [self.text(chunk.file), self.text("offset"), _integer(chunk.entry_offset)]
-        parts += [self.text("length"), _integer(chunk.entry_length), b"ub"]
+        parts += [self.text(chunk.file), self.text("offset"), pickle_integer(chunk.entry_offset)]
+        parts += [self.text("length"), pickle_integer(chunk.entry_length), b"ub"]
         return b"".join(parts)
 
     def storage_meta(self) -> bytes:
@@ -137,11 +143,3 @@ class _Pickle:
         for name in ("checkpoint_id", "save_id", "load_id"):
             parts += [self.text(name), _NONE]
         return b"".join([*parts, self.text("modules"), _EMPTY_LIST, b"ub"])
-
-
-def _integer(value: int) -> bytes:
-    """A number from 0."""
-    if value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    size = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)

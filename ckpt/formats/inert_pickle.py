@@ -69,12 +69,22 @@ class Record(metaclass=_Sealed):
         return f"{self.kind}{self.arguments!r}"
 
 
+class InertDict(dict[Any, Any], metaclass=_Sealed):
+    """What stands for a `collections.OrderedDict`: its items; attributes set on it are ignored."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Modules put their versions here, which nothing needs."""
+
+
 def load(data: bytes, allowed: Collection[str], where: str) -> Any:
     """The inert content of a pickle.
 
     `allowed` are full names of globals ('torch.Size'); each occurrence becomes a type derived from
-    `Record` whose `kind` is that name, and each call of it an instance. Persistent ids come back as
-    they are. CorruptError, with the offending name, for anything else; `where` names the pickle.
+    `Record` whose `kind` is that name, and each call of it an instance; but an ordered dict becomes
+    an `InertDict`. Persistent ids come back as they are. CorruptError, with the offending name, for
+    anything else; `where` names the pickle.
     """
     _check_opcodes(data, where)
     try:
@@ -97,11 +107,13 @@ class _Unpickler(pickle.Unpickler):
         self._allowed = allowed
         self._types: dict[str, type[Record]] = {}
 
-    def find_class(self, module: str, name: str) -> type[Record]:
+    def find_class(self, module: str, name: str) -> type[Record] | type[InertDict]:
         """An inert stand-in; nothing is imported."""
         full = f"{module}.{name}"
         if full not in self._allowed:
             raise pickle.UnpicklingError(f"it names {full}, which no checkpoint needs; refused")
+        if full == "collections.OrderedDict":
+            return InertDict
         if full not in self._types:
             self._types[full] = _stand_in(full)
         return self._types[full]

@@ -26,6 +26,7 @@ from ckpt.commit import PENDING_PREFIX, PendingCheckpoint
 from ckpt.errors import CheckpointError, CorruptError, DestinationExistsError, UsageError
 from ckpt.formats.dcp_writer import encode_metadata
 from ckpt.manifest import FileEntry, Index, Manifest, Parent, encode_index
+from ckpt.planner import PlannedChunk
 from ckpt.reshard.plan import (
     DATA_SUFFIX,
     EXTRA_DIRECTORY,
@@ -36,7 +37,7 @@ from ckpt.reshard.plan import (
     tensor_sources,
 )
 from ckpt.reshard.rewrite import Progress, Rewriter, TargetWriter, WrittenFile, new_buffer
-from ckpt.reshard.streams import make_streams
+from ckpt.reshard.streams import chunk_box
 from ckpt.storage import Storage, StoredFile
 from ckpt.topology import entries_from, states_of
 
@@ -169,16 +170,19 @@ def _is_alive(pid: int) -> bool:
 class _Written:
     """Collects finished data files and writes the index of each. Any thread may add."""
 
-    def __init__(self, pending: PendingCheckpoint) -> None:
+    def __init__(self, pending: PendingCheckpoint, plan: ReshardPlan) -> None:
         self._pending = pending
+        self._copies = {file.writer: file.planned.copies for file in plan.files}
         self._lock = threading.Lock()
         self._files: dict[int, FileEntry] = {}
         self._index_files: dict[int, FileEntry] = {}
         self._indexes: dict[int, Index] = {}
 
     def add(self, writer: int, written: WrittenFile) -> None:
-        """A data file is complete: write its index."""
-        index = Index(writer, written.chunks)
+        """A data file is complete: write its index. Copies of what others list are left out."""
+        copies = self._copies[writer]
+        chunks = (c for c in written.chunks if PlannedChunk(c.key, chunk_box(c)) not in copies)
+        index = Index(writer, tuple(chunks))
         entry = write_index(self._pending, index)
         with self._lock:
             self._files[writer] = written.file
@@ -200,8 +204,12 @@ class _Written:
 
 def write_index(pending: PendingCheckpoint, index: Index) -> FileEntry:
     """Write a writer's index file. Raises CheckpointError, naming it, where that fails."""
-    data, storage = encode_index(index), pending.storage
-    name = pending.file_name(f"index-{index.writer:05d}.json")
+    return write_small(pending, f"index-{index.writer:05d}.json", encode_index(index))
+
+
+def write_small(pending: PendingCheckpoint, name: str, data: bytes) -> FileEntry:
+    """Write a small file whole. Raises CheckpointError, naming it, where that fails."""
+    name, storage = pending.file_name(name), pending.storage
     try:
         with storage.create(name) as writer:
             writer.write(data)
@@ -231,7 +239,7 @@ class _Job:
         self.bytes_written = 0
         self.files_linked = 0
 
-    def share(self) -> tuple[Manifest, bytes]:
+    def share(self) -> tuple[Manifest, bytes | None]:
         """Take all data files of the source as they are, and what describes them."""
         manifest = self._source.manifest
         data = [file for file in manifest.files if file.name.endswith(DATA_SUFFIX)]
@@ -242,32 +250,43 @@ class _Job:
         entries = tuple(write_index(self._pending, index) for index in indexes)
         return self._manifest((*files, *kept), entries), self._metadata(indexes)
 
-    def rewrite(self) -> tuple[Manifest, bytes]:
+    def rewrite(self) -> tuple[Manifest, bytes | None]:
         """Write new data files from the source's tensors; take the files that are kept."""
-        plan, manifest = self._plan, self._source.manifest
-        written = _Written(self._pending)
-        targets = {
-            file.writer: TargetWriter(
-                self._storage, self._pending.file_name(file.name), len(file.chunks)
-            )
-            for file in plan.files
-        }
+        plan = self._plan
+        written = _Written(self._pending, plan)
+        record = self._manifest((), ())
+        targets = {file.writer: self._target(file, record) for file in plan.files}
         rewriter = Rewriter(
             self._source.storage,
             tensor_sources(self._source),
-            list(make_streams({f.writer: f.chunks for f in plan.files}, manifest.tensors)),
+            plan.streams(self._source.manifest.tensors),
             targets,
             written.add,
             plan.band_bytes,
             self._progress,
         )
         rewriter.run(plan.workers)
+        for file in plan.files:
+            if not file.chunks:
+                written.add(file.writer, targets[file.writer].write_empty())
         rewriter.check_rest(chunk for index in self._source.indexes for chunk in index.chunks)
         self.bytes_read += rewriter.bytes_read
         self.bytes_written += rewriter.bytes_written
-        kept = tuple(self._take(file) for file in plan.kept)
-        metadata = self._metadata(written.indexes())
-        return self._manifest((*written.files(), *kept), written.index_files()), metadata
+        files = (*written.files(), *self._companions(record), *map(self._take, plan.kept))
+        metadata = self._metadata(written.indexes()) if plan.format.name == "dcp" else None
+        return self._manifest(files, written.index_files()), metadata
+
+    def _target(self, file: TargetFile, record: Manifest) -> TargetWriter:
+        name = self._pending.file_name(file.name)
+        open_file = self._plan.format.opener(file.planned, record)
+        return TargetWriter(self._storage, name, len(file.chunks), open_file)
+
+    def _companions(self, record: Manifest) -> Iterator[FileEntry]:
+        """Write the small files that the format has beside its data."""
+        files = [file.planned for file in self._plan.files]
+        names = {file.name: self._pending.file_name(file.name) for file in files}
+        for name, data in self._plan.format.companions(files, record, names).items():
+            yield write_small(self._pending, name, data)
 
     def _take(self, file: FileEntry) -> FileEntry:
         """Have a file of the source at the destination too, its bytes shared where possible."""

@@ -16,9 +16,11 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from ckpt.data_file import DataFileWriter
+from ckpt.data_file import ChunkWriter, DataFileWriter
 from ckpt.errors import CheckpointError, CorruptError
+from ckpt.formats.target import OpenFile
 from ckpt.manifest import ChunkEntry, FileEntry
+from ckpt.reshard.rounding import rounded
 from ckpt.reshard.streams import Read, Stream, TensorSource, is_run, run_offset
 from ckpt.storage import Storage
 from hyperopt.ownership import Box
@@ -43,6 +45,8 @@ class SourceCheck:
 
     def add(self, read: Read, data: memoryview) -> None:
         """Take note of a run's data. Raises CorruptError when a chunk is complete and differs."""
+        if read.chunk.crc32 is None:
+            return
         crc = isal_zlib.crc32(data)
         at = (read.chunk.file, read.chunk.byte_offset)
         with self._lock:
@@ -59,17 +63,20 @@ class SourceCheck:
         return [
             chunk
             for chunk in chunks
-            if chunk.byte_length and (chunk.file, chunk.byte_offset) not in self._done
+            if chunk.byte_length
+            and chunk.crc32 is not None
+            and (chunk.file, chunk.byte_offset) not in self._done
         ]
 
 
 def check_crc(chunk: ChunkEntry, crc: int) -> None:
     """Raises CorruptError, naming file, offset and tensor, unless the chunk's CRC-32 is `crc`."""
     if crc != chunk.crc32:
+        recorded = "none" if chunk.crc32 is None else f"{chunk.crc32:08x}"
         raise CorruptError(
             f"{chunk.file}: bytes {chunk.byte_offset} to {chunk.byte_offset + chunk.byte_length} "
             f"of tensor {chunk.key!r} at {list(chunk.offsets)} are not those that were written "
-            f"(CRC-32 {crc:08x}, recorded {chunk.crc32:08x}); use another checkpoint"
+            f"(CRC-32 {crc:08x}, recorded {recorded}); use another checkpoint"
         )
 
 
@@ -167,14 +174,20 @@ class WrittenFile:
 
 
 class TargetWriter:
-    """One target file while it is written. It opens at its first chunk. One thread at a time."""
+    """One target file while it is written. It opens at its first chunk. One thread at a time.
 
-    def __init__(self, storage: Storage, name: str, chunks: int) -> None:
+    `open_file` makes the writer of its format on top of the open file.
+    """
+
+    def __init__(
+        self, storage: Storage, name: str, chunks: int, open_file: OpenFile = DataFileWriter
+    ) -> None:
         self._storage = storage
         self._name = name
         self._missing = chunks
+        self._open_file = open_file
         self._stack = ExitStack()
-        self._writer: DataFileWriter | None = None
+        self._writer: ChunkWriter | None = None
         self._left = 0
         self._written: list[ChunkEntry] = []
 
@@ -183,26 +196,40 @@ class TargetWriter:
         try:
             return self._write(stream, box, views)
         except OSError as error:
-            where = f"{self._storage.url.rstrip('/')}/{self._name}"
-            raise CheckpointError(f"cannot write {where}: {error}") from error
+            raise self._failed(error) from error
 
-    def _write(self, stream: Stream, box: Box, views: Iterator[memoryview]) -> WrittenFile | None:
+    def write_empty(self) -> WrittenFile:
+        """A whole file without any chunk: what its format has beside them."""
+        try:
+            return self._finish(self._opened())
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        where = f"{self._storage.url.rstrip('/')}/{self._name}"
+        return CheckpointError(f"cannot write {where}: {error}")
+
+    def _opened(self) -> ChunkWriter:
         if self._writer is None:
             file = self._stack.enter_context(self._storage.create(self._name))
-            self._writer = DataFileWriter(file, self._name)
+            self._writer = self._open_file(file, self._name)
+        return self._writer
+
+    def _write(self, stream: Stream, box: Box, views: Iterator[memoryview]) -> WrittenFile | None:
+        writer = self._opened()
         if self._left == 0:
-            self._writer.begin(stream.key, box, stream.dtype)
-            self._left = box.elements * stream.itemsize
-        for view in views:
-            self._writer.write(view)
+            writer.begin(stream.key, box, stream.target_dtype)
+            self._left = box.elements * stream.target_itemsize
+        for view in rounded(views, stream.dtype, stream.target_dtype):
+            writer.write(view)
             self._left -= view.nbytes
         if self._left:
             return None
-        self._written.append(self._writer.end())
+        self._written.append(writer.end())
         self._missing -= 1
-        return None if self._missing else self._finish(self._writer)
+        return None if self._missing else self._finish(writer)
 
-    def _finish(self, writer: DataFileWriter) -> WrittenFile:
+    def _finish(self, writer: ChunkWriter) -> WrittenFile:
         entry = writer.finish()
         self._stack.close()
         return WrittenFile(entry, tuple(self._written))
@@ -344,7 +371,7 @@ class Rewriter:
                 if piece is not None:
                     views = buffers.pieces(piece, parts, stream.itemsize)
                     written = self._targets[output.file].write(stream, output.box, views)
-                    self._count_written(piece.elements * stream.itemsize)
+                    self._count_written(piece.elements * stream.target_itemsize)
                     if written is not None:
                         self._on_finished(output.file, written)
 

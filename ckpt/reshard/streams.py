@@ -36,7 +36,8 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Target chunks of one tensor that are written together, band by band. `complete`: they cover
-    all of the rows (of dim 0) that they touch, so that everything that is read is wanted."""
+    all of the rows (of dim 0) that they touch, so that everything that is read is wanted.
+    `target_dtype` is what they are rounded to on the way, `dtype` where they stay as they are."""
 
     key: str
     dtype: str
@@ -44,6 +45,12 @@ class Stream:
     itemsize: int
     outputs: tuple[Output, ...]
     complete: bool
+    target_dtype: str
+
+    @property
+    def target_itemsize(self) -> int:
+        """Bytes of an element as it is written."""
+        return DTYPES[self.target_dtype].itemsize
 
     def bands(self, band_bytes: int) -> Iterator[Box]:
         """Boxes of at most `band_bytes` that cover all outputs, in row-major order."""
@@ -134,11 +141,13 @@ def _extent(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 def make_streams(
     files: Mapping[int, Iterable[PlannedChunk]],
     tensors: Mapping[str, TensorEntry],
+    dtypes: Mapping[str, str] | None = None,
 ) -> Iterator[Stream]:
     """Group the chunks of all files (by number) into streams, in the order of `tensors`.
 
-    All files together hold every element of every tensor once. Streams of one file come in the
-    order of its chunks, which must be that of `tensors` and, within a tensor, by offsets.
+    All files together hold every element of every tensor, once in any one file. Streams of one file
+    come in the order of its chunks, which must be that of `tensors` and, within a tensor, by
+    offsets. `dtypes` has the target's dtype of tensors that are to be rounded.
     """
     outputs: dict[str, list[Output]] = {key: [] for key in tensors}
     for file, chunks in files.items():
@@ -147,11 +156,12 @@ def make_streams(
     for key, found in outputs.items():
         entry = tensors[key]
         itemsize = DTYPES[entry.dtype].itemsize
+        target = (dtypes or {}).get(key, entry.dtype)
         for group in _row_groups(found):
             passes = _passes(group, entry.shape)
             for together in passes:
                 complete = len(passes) == 1
-                yield Stream(key, entry.dtype, entry.shape, itemsize, together, complete)
+                yield Stream(key, entry.dtype, entry.shape, itemsize, together, complete, target)
 
 
 def _rows(box: Box) -> tuple[int, int]:

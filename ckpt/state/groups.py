@@ -105,7 +105,8 @@ class SavedGroups:
         fit.claimed.update(state_key(self.optimizer, fqn) for fqn in fqns)
         if not fqns:
             return next((group for group in self.groups if group.name == name), None)
-        found = {fqn: self._by_fqn.get((name, fqn)) for fqn in fqns}
+        # A checkpoint of another program may know which values a parameter has, and no group names.
+        found = {fqn: self._by_fqn.get((name, fqn)) or self._by_fqn.get(("", fqn)) for fqn in fqns}
         lacking = [fqn for fqn, group in found.items() if group is None]
         if lacking:
             fit.differing.append(f"{where} has {_some(lacking)}; {self._whereabouts(lacking[0])}")

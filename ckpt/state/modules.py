@@ -142,8 +142,8 @@ class ModelPart:
     def _fit_values(self, current: list[str], saved: Saved, fit: Fit) -> None:
         stored = saved.manifest.extras.get(self.name) or {}
         fit.missing.extend(f"{self.name}.{fqn}" for fqn in current if fqn not in stored)
-        mine = {fqn: decode_value(stored[fqn], f"{self.name}.{fqn}") for fqn in stored}
-        mine = {fqn: value for fqn, value in mine.items() if fqn in current}
+        own = [fqn for fqn in current if fqn in stored]
+        mine = {fqn: decode_value(stored[fqn], f"{self.name}.{fqn}") for fqn in own}
         if mine:
             fit.apply = lambda: self._set_extra_state(mine)
 

@@ -4,6 +4,8 @@ run, so that `--help` and the torch-free commands start fast."""
 from collections.abc import Callable
 from typing import Any
 
+from cli.commands.adopt import adopt
+from cli.commands.convert import convert
 from cli.commands.demo import demo
 from cli.commands.diff import diff
 from cli.commands.doctor import doctor
@@ -27,6 +29,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "unpin": unpin,
     "plan": plan,
     "reshard": reshard,
+    "convert": convert,
+    "adopt": adopt,
     "doctor": doctor,
     "demo": demo,
 }

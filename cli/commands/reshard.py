@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ckpt.errors import DestinationExistsError, UsageError
-from cli.output import Session, print_facts
-from cli.units import parse_size, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ckpt.reshard import ReshardPlan, ReshardResult
+from ckpt.errors import UsageError
+from cli.conversion import (
+    Changes,
+    Copies,
+    Destination,
+    Dropped,
+    DryRun,
+    Dtypes,
+    Format,
+    Keys,
+    MemoryLimit,
+    OptimizerKeys,
+    ParameterOrder,
+    Renames,
+    Selected,
+    ShardSize,
+    Source,
+    SourceMesh,
+    StateCopies,
+    Weights,
+    Workers,
+    emit_plan,
+    emit_result,
+    make_format,
+    new_destination,
+    source_options,
+)
+from cli.output import Session
+from cli.units import parse_size
 
 
 class Link(StrEnum):
@@ -26,10 +47,8 @@ class Link(StrEnum):
 
 def reshard(
     session: Session,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to rewrite.")],
-    destination: Annotated[
-        str, typer.Argument(metavar="DST", help="Where the new one goes; must not exist.")
-    ],
+    source: Source,
+    destination: Destination,
     mesh: Annotated[
         str | None,
         typer.Option(metavar="MESH", help="The target mesh: replicate=2,shard=4. [default: as is]"),
@@ -38,16 +57,23 @@ def reshard(
         int | None,
         typer.Option(metavar="N", min=1, help="Replicas that share one copy of optimizer state."),
     ] = None,
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Copying threads.")] = 2,
-    memory_limit: Annotated[
-        str, typer.Option(metavar="SIZE", help="Buffers of all threads together.")
-    ] = "512MiB",
+    to: Annotated[Format, typer.Option("--to", help="The format of DST.")] = Format.DCP,
+    dtype: Dtypes = None,
+    rename: Renames = None,
+    select: Selected = None,
+    drop: Dropped = None,
+    max_shard_size: ShardSize = "5GiB",
+    weights: Weights = "model",
+    optimizer_keys: OptimizerKeys = Keys.FQN,
+    copies: StateCopies = Copies.OWNERS,
+    parameter_order: ParameterOrder = None,
+    source_mesh: SourceMesh = None,
+    workers: Workers = 2,
+    memory_limit: MemoryLimit = "512MiB",
     link: Annotated[
         Link, typer.Option(help="auto: files that stay as they are share the source's bytes.")
     ] = Link.AUTO,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan; write nothing.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Rewrite a checkpoint for another topology.
 
@@ -57,84 +83,31 @@ def reshard(
     """
     from ckpt.checkpoint import open_checkpoint
     from ckpt.reshard import execute_reshard, plan_reshard
-    from ckpt.storage import open_storage
     from ckpt.topology import parse_mesh
 
     if mesh is None and replica_count is None:
-        raise UsageError("nothing to change: give --mesh, --replica-count, or both")
-    parent, name = split_destination(destination)
+        raise UsageError(
+            "nothing to reshard: give --mesh, --replica-count, or both (`convert` changes the "
+            "format alone)"
+        )
     limit = parse_size(memory_limit, "--memory-limit")
     target = parse_mesh(mesh) if mesh else None
-    root = open_storage(parent)
-    if root.exists(name):
-        raise DestinationExistsError(f"{destination} exists; nothing is overwritten: name another")
-    checkpoint = open_checkpoint(source)
-    plan = plan_reshard(checkpoint, target, replica_count, workers=workers, memory_limit=limit)
+    root, name = new_destination(destination)
+    changes = Changes(dtype, rename, select, drop)
+    opened = open_checkpoint(source, source_options(parameter_order, source_mesh))
+    checkpoint = changes.view(opened)
+    plan = plan_reshard(
+        checkpoint,
+        target,
+        replica_count,
+        to=make_format(to, max_shard_size, weights, optimizer_keys, copies),
+        dtypes=changes.new_dtypes(checkpoint),
+        workers=workers,
+        memory_limit=limit,
+    )
     if dry_run:
-        _emit_plan(session, plan, destination)
+        emit_plan(session, plan, destination)
         return
     with session.track("reshard", plan.bytes_written) as advance:
         result = execute_reshard(plan, checkpoint, root, name, link=link.value, progress=advance)
-    _emit_result(session, result, destination)
-
-
-def split_destination(destination: str) -> tuple[str, str]:
-    """The parent (a path or URL) and the last name of a destination."""
-    parent, slash, name = destination.rstrip("/").rpartition("/")
-    if name in ("", ".", "..") or parent.endswith(":/"):
-        raise UsageError(f"DST {destination!r} does not name a new directory inside another one")
-    return (parent or "/") if slash else ".", name
-
-
-def _emit_plan(session: Session, plan: ReshardPlan, destination: str) -> None:
-    files = [*(file.name for file in plan.files), *(file.name for file in plan.kept)]
-    document = {
-        "source": plan.source,
-        "destination": destination,
-        "mode": plan.mode,
-        "reason": plan.reason,
-        "files": files,
-        "bytes_read": plan.bytes_read,
-        "bytes_written": plan.bytes_written,
-        "peak_memory": plan.peak_memory,
-        "workers": plan.workers,
-        "fan_in": plan.fan_in,
-        "notes": plan.notes,
-    }
-
-    def render(console: Console) -> None:
-        facts = (
-            ("would write", destination),
-            ("how", f"{plan.mode}: {plan.reason}"),
-            ("files", len(files)),
-            ("reads", size_text(plan.bytes_read)),
-            ("writes", size_text(plan.bytes_written)),
-            ("peak memory", f"{size_text(plan.peak_memory)} ({plan.workers} workers)"),
-            ("fan-in", f"{plan.fan_in} source files per target file at most"),
-        )
-        print_facts(console, (*facts, *(("note", note) for note in plan.notes)))
-
-    session.emit("reshard-plan/1", document, render)
-
-
-def _emit_result(session: Session, result: ReshardResult, destination: str) -> None:
-    document = {
-        "destination": destination,
-        "bytes_read": result.bytes_read,
-        "bytes_written": result.bytes_written,
-        "files_linked": result.files_linked,
-        "seconds": result.seconds,
-        "notes": result.notes,
-    }
-
-    def render(console: Console) -> None:
-        facts = (
-            ("wrote", destination),
-            ("read", size_text(result.bytes_read)),
-            ("written", size_text(result.bytes_written)),
-            ("files shared", result.files_linked),
-            ("seconds", f"{result.seconds:.2f}"),
-        )
-        print_facts(console, (*facts, *(("note", note) for note in result.notes)))
-
-    session.emit("reshard/1", document, render)
+    emit_result(session, result, destination)

@@ -30,6 +30,9 @@ class Counting:
         self._reads.clear()
         self._writes.clear()
 
+    def writes(self) -> int:
+        return len(self._writes)
+
     def data_bytes_read(self) -> int:
         return sum(count for name, count in self._reads if name.endswith(".distcp"))
 

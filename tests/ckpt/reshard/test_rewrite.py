@@ -70,7 +70,7 @@ def test_a_chunk_without_bytes_needs_no_check() -> None:
 
 def streams(*files: set[int]) -> list[Stream]:
     return [
-        Stream("w", "int8", (), 1, tuple(Output(file, ANY) for file in sorted(own)), True)
+        Stream("w", "int8", (), 1, tuple(Output(file, ANY) for file in sorted(own)), True, "int8")
         for own in files
     ]
 
