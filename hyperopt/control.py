@@ -43,9 +43,9 @@ class ControlGroup:
         """
         values = torch.tensor(flags, dtype=torch.int64)
         for group in self.stages:
-            parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, values, group=group)
-            values = torch.stack(parts).amax(dim=0)
+            everyone = values.new_empty(dist.get_world_size(group), len(values))
+            dist.all_gather(list(everyone.unbind(0)), values, group=group)
+            values = everyone.amax(dim=0)
         return values.tolist()
 
 
