@@ -36,8 +36,8 @@ from hyperopt.plan import (
     PlanConfig,
     Slot,
     StepPlan,
-    build_plan,
 )
+from hyperopt.planning import build_plan
 from hyperopt.replica_count import resolve_replica_count
 from hyperopt.rules import AdamWRule, MuonRule, UpdateRule
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperopt import agreement, comm
-from hyperopt.control import control_group
+from hyperopt.control import control_groups
 from hyperopt.executor import Executor
 from hyperopt.layout import Layout, layout_of, local_tensor, matrix_shape
 from hyperopt.ownership import Box, ParameterPlacement
@@ -24,8 +24,8 @@ from hyperopt.plan import (
     PlanConfig,
     Slot,
     StepPlan,
-    build_plan,
 )
+from hyperopt.planning import build_plan
 from hyperopt.preflight import Domain
 from hyperopt.replica_count import ReplicaCount, resolve_replica_count
 from hyperopt.rules import UpdateRule
@@ -44,6 +44,11 @@ def group_names(group: Mapping[str, Any]) -> list[str]:
     names = group.get("param_names")
     if names is None:
         return [f"parameter {i}" for i in range(len(group["params"]))]
+    if len(names) != len(group["params"]):
+        raise ValueError(
+            f"a group has {len(group['params'])} parameters and {len(names)} names: change both "
+            "'params' and 'param_names'"
+        )
     return [clean_fqn(name) for name in names]
 
 
@@ -234,8 +239,9 @@ def _find_domains(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> tuple
     for index, spec in enumerate(plan.parameters):
         members.setdefault(_ranks(plan.layouts[spec.layout]), []).append(index)
     order = sorted(members, key=lambda ranks: (not ranks, len(ranks), ranks))
+    groups = control_groups(order)
     return tuple(
-        Domain(control_group(ranks), tuple(members[ranks]), _identity(plan, ranks, rule, config))
+        Domain(groups.get(ranks), tuple(members[ranks]), _identity(plan, ranks, rule, config))
         for ranks in order
     )
 

@@ -23,7 +23,15 @@ from hyperopt.ownership import (
     ParameterPlacement,
     StateEntry,
 )
-from hyperopt.preflight import Agreement, PreflightError, evaluate
+from hyperopt.preflight import (
+    Agreement,
+    Domain,
+    PreflightError,
+    StepError,
+    agree_on_failures,
+    describe,
+    evaluate,
+)
 from hyperopt.replica_count import ReplicaCount
 from hyperopt.state_dicts import ParsedDict, parse_state_dict, to_flat, to_nested
 from hyperopt.torch_hooks import with_load_hooks, with_own_step_hooks, with_state_dict_hooks
@@ -96,7 +104,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not optimizers:
             raise ValueError("a chain needs at least one optimizer")
-        _check_claims(model, optimizers)
+        domains = _all_domains(optimizers)
+        read_together(lambda: _check_claims(model, optimizers), domains, "build this chain")
+        self._heard = _where_failures_are_heard(optimizers, domains)
         self._flatten = flatten
         self._model = model
         self._members: dict[str, torch.optim.Optimizer] = {}
@@ -222,12 +232,33 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Step every member; the closure runs once, first, with grad mode on."""
         loss = evaluate(closure, self._preflight)
         agreed = self._preflight()
+        failures: list[Exception] = []
         for name, member in self._members.items():
-            if name in agreed and isinstance(member, DistributedOptimizer):
-                member.step(agreed=agreed[name])
-            else:
-                member.step()
+            ours = isinstance(member, DistributedOptimizer)
+            try:
+                if isinstance(member, DistributedOptimizer):
+                    member.step(agreed=agreed[name])
+                else:
+                    member.step()
+            except Exception as error:
+                if ours and not isinstance(error, StepError):
+                    raise
+                # The other members step, as their peers on other meshes do; then all are told.
+                failures.append(error)
+        self._raise_together(failures)
         return loss
+
+    def _raise_together(self, failures: Sequence[Exception]) -> None:
+        """Raise a member's failure on every rank of every member."""
+        text = describe(failures[0]) if failures else None
+        told = agree_on_failures(text, self._heard)
+        if failures:
+            raise failures[0]
+        if told:
+            raise StepError(
+                f"the step failed ({'; '.join(told)}); parameters and state are no longer usable: "
+                "resume from a checkpoint"
+            )
 
     def _preflight(self, problem: str | None = None) -> dict[str, Agreement]:
         """Every member's preflight before any of them changes anything. All run, also after an
@@ -416,6 +447,37 @@ class ChainedOptimizer(torch.optim.Optimizer):
             for name, member in self._all_distributed().items()
             for owners in member.ownership()
         ]
+
+
+def _all_domains(members: Mapping[str, torch.optim.Optimizer]) -> list[Domain]:
+    """The sets of ranks that any member steps with, each once, small ones first."""
+    found = {
+        tuple(domain.ranks): domain
+        for member in members.values()
+        if isinstance(member, DistributedOptimizer)
+        for domain in member.domains
+        if domain.group is not None
+    }
+    return [found[ranks] for ranks in sorted(found, key=lambda ranks: (len(ranks), ranks))]
+
+
+def _where_failures_are_heard(
+    members: Mapping[str, torch.optim.Optimizer], domains: Sequence[Domain]
+) -> list[Domain]:
+    """The sets of ranks that tell each other how a step went, on all of their ranks alike.
+
+    A member tells its own ranks. Others have to hear of it where members live on different ranks,
+    and of members that are not ours. Collective.
+    """
+    foreign = any(not isinstance(m, DistributedOptimizer) for m in members.values())
+    hooked = any(isinstance(m, DistributedOptimizer) and m.runs_user_code for m in members.values())
+    speaks = foreign or (hooked and len(domains) > 1)
+    heard = []
+    for domain in domains:
+        if domain.group is not None and domain.group.maximum([int(speaks)])[0]:
+            heard.append(domain)
+            speaks = True
+    return heard
 
 
 def _ranks_together(member: DistributedOptimizer) -> int:

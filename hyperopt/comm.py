@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyperopt.control import gather_objects
+from hyperopt.control import gather_objects, new_groups
 from hyperopt.plan import Gather, LayoutPlan
 
 T = TypeVar("T")
@@ -95,7 +95,8 @@ def _mesh_groups(parameters: Iterable[Tensor]) -> dict[Ranks, dist.ProcessGroup]
     """The groups that this rank's parameters' meshes have already, by their ranks; none of a single
     rank, which has nobody to talk to."""
     found: dict[Ranks, dist.ProcessGroup] = {}
-    meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    # In the order of parameters, which all ranks share; that of a set differs by process.
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor))
     for mesh in meshes:
         for dim in (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1):
             group = mesh.get_group(dim)
@@ -116,14 +117,7 @@ def make_groups(
         return {}
     wanted = {ranks for ranks in needed if len(ranks) > 1}
     existing = _mesh_groups(parameters)
-    missing = sorted(wanted - existing.keys())
-    everywhere: set[Ranks] = set().union(*gather_objects(missing, None))
-    groups = dict(existing)
-    for ranks in sorted(everywhere):
-        made = dist.new_group(list(ranks))
-        if ranks in wanted and isinstance(made, dist.ProcessGroup):
-            groups[ranks] = made
-    return groups
+    return existing | new_groups(wanted - existing.keys())
 
 
 # --------------------------------------------------------------------------------------- exchanges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+Ranks = tuple[int, ...]
+"""Global ranks of a process group, ascending."""
 
 FLAT_RANKS = 32
 """Up to this many ranks agree at once; more do in rows, then in columns of a grid of ranks."""
@@ -49,21 +52,34 @@ class ControlGroup:
         return values.tolist()
 
 
-def control_group(ranks: Sequence[int], flat_ranks: int = FLAT_RANKS) -> ControlGroup | None:
-    """A control group of these ranks: the default group where it fits, else new gloo groups.
-    Collective over the ranks. None for a single rank."""
-    if len(ranks) < 2:
-        return None
+def control_groups(
+    needed: Sequence[Ranks], flat_ranks: int = FLAT_RANKS
+) -> dict[Ranks, ControlGroup]:
+    """Control groups of these ranks, of which this one is part: the default group where it fits,
+    else new gloo groups. Collective over the world. None of a single rank."""
+    several = [tuple(ranks) for ranks in needed if len(ranks) > 1]
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    stages = {ranks: _stages(ranks, flat_ranks) for ranks in several}
+    wanted = {part for ranks in several for part in (ranks, *stages[ranks])}
     world = dist.group.WORLD
-    fits = world is not None and len(ranks) == dist.get_world_size() and _has_gloo(world)
-    whole = world if fits else _new_group(ranks)
-    assert whole is not None
+    groups: dict[Ranks, dist.ProcessGroup] = {}
+    if world is not None and _has_gloo(world):
+        groups[tuple(range(dist.get_world_size()))] = world
+    groups |= new_groups(wanted - groups.keys(), backend="gloo")
+    return {
+        ranks: ControlGroup(groups[ranks], tuple(groups[part] for part in stages[ranks]))
+        for ranks in several
+    }
+
+
+def _stages(ranks: Ranks, flat_ranks: int) -> tuple[Ranks, ...]:
+    """The groups in which this rank agrees, in order: all at once, or its row, then its column."""
     width = _grid_width(len(ranks))
     if len(ranks) <= flat_ranks or width == 1:
-        return ControlGroup(whole, (whole,))
-    at = list(ranks).index(dist.get_rank())
-    row = ranks[at - at % width : at - at % width + width]
-    return ControlGroup(whole, (_new_group(row), _new_group(ranks[at % width :: width])))
+        return (ranks,)
+    at = ranks.index(dist.get_rank())
+    return ranks[at - at % width : at - at % width + width], ranks[at % width :: width]
 
 
 def _grid_width(count: int) -> int:
@@ -71,10 +87,22 @@ def _grid_width(count: int) -> int:
     return next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), "this rank is one of the group's"
-    return made
+def new_groups(
+    wanted: Collection[Ranks], backend: str | None = None
+) -> dict[Ranks, dist.ProcessGroup]:
+    """A new process group for each of these tuples of ranks. Collective over the world.
+
+    All ranks make what any of them wants, in sorted order, whatever meshes they belong to: torch
+    wants every rank in every `new_group` call. (It can make groups among their members alone, but
+    then names them by how many groups a rank has been part of, which differs between ranks.)
+    """
+    everywhere: set[Ranks] = set().union(*gather_objects(sorted(wanted), None))
+    made = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in sorted(everywhere)}
+    return {
+        ranks: group
+        for ranks, group in made.items()
+        if ranks in wanted and isinstance(group, dist.ProcessGroup)
+    }
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:

@@ -19,6 +19,7 @@ from hyperopt.layout import local_tensor
 from hyperopt.loading import (
     LoadedState,
     agree_on_names,
+    agree_on_parameter_steps,
     agree_on_steps,
     check_keys,
     check_step,
@@ -179,12 +180,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._check_group(group)
             places = find_again(old, self.param_groups, self._store.entries)
-        except ValueError as problem:
+        except Exception as problem:
             error = problem  # raised by `_assemble`, once the other ranks know
         keep = hsdp_replica_count == "keep"
         count = self._replica_count if hsdp_replica_count == "keep" else hsdp_replica_count
         present = [p for group in self.param_groups for p in group["params"]]
-        owners = {present[at]: old.plan.owners()[i] for i, at in places.items()} if keep else None
+        known = old.plan.owners()
+        owners = {present[at]: known[i] for i, at in places.items()} if keep else None
         new = self._assemble(count, owners, error)
         states = seam.moved_states(old, new, places, self._store)
         entries = {places[i]: entry for i, entry in self._store.entries.items()}
@@ -273,11 +275,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return list(self._ready().executor.pool.free)
 
     def check_replicas(self, *, heal: bool = False) -> list[str]:
-        """Names of parameters whose replicas differ in any bit, for this rank's shards. Collective.
-
-        Covers all replicas, also those of other sub-groups. With `heal` the first replica's values
-        are sent to the others. Differences are logged as a warning.
-        """
+        """Names of parameters whose replicas, those of other sub-groups too, differ in any bit, for
+        this rank's shards; logged as a warning. With `heal` the first replica's values are sent to
+        the others. Collective."""
         ready = self._ready()
         if self._columns is None:
             self._columns = guard.take_columns(ready.plan, ready.executor.seats, ready.parameters)
@@ -290,7 +290,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 names,
                 "; took the first replica's values" if heal else "",
             )
-        if names:
             self._send_parameters = True
         if heal:
             guard.heal(ready.plan, self._columns, ready.parameters, diverged)
@@ -317,6 +316,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return agree_on_step(ready.parameters, ready.names, ready.domains, stance)
 
     @property
+    def runs_user_code(self) -> bool:
+        """Whether hooks run within a step, which may raise on one rank alone."""
+        return self._rule.runs_user_code
+
+    @property
     def domains(self) -> tuple[Domain, ...]:
         """The sets of ranks that step together, this rank among them."""
         return self._assembly.domains
@@ -330,8 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             try:
                 for group in self.param_groups:
                     self.validate_group({**group, "params": []}, [])
-            except ValueError as error:
-                return str(error)
+            except Exception as error:  # a missing option as well as a wrong one
+                return describe(error)
             self._checked_options = options
         return None
 
@@ -440,6 +444,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for group, step in zip(merged, steps, strict=True)
             ]
         ready = self._assembly
+        if self._rule.step_per_parameter:
+            counted = {names[i]: check_step(names[i], s[STEP]) for i, s in parsed.states.items()}
+            agree_on_parameter_steps(counted, domains)
         return LoadedState(
             local_states(parsed.states, ready.parameters, ready.names, ready.boxes), merged
         )
@@ -452,9 +459,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_keys(ready.names[index], state, self._rule.state_keys)
             for key, value in state.items():
                 check_value(f"{ready.names[index]}.{key}", value, ready.parameters[index])
+            check_step(ready.names[index], state.get(STEP))
         merged = []
         for number, (group, saved) in enumerate(zip(self.param_groups, parsed.groups, strict=True)):
-            check_step(str(number), saved.get(STEP))
+            check_step(f"group {number}", saved.get(STEP))
             merged.append(merge_group(group, self.adapt_group(saved, group)))
             self.validate_group(merged[-1], group_names(group))
         return parsed, merged

@@ -14,7 +14,8 @@ from hyperopt.layout import local_tensor
 from hyperopt.plan import StepPlan
 
 _BLOCK = 1 << 22
-_MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's MMIX generator: odd, and its bits are well mixed
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def take_columns(
 def fingerprint(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the bits of a tensor, on its device, as a 0-D int64 tensor.
 
-    Every word counts with a multiplier of its own, so that swapped words show as well. Works in
+    The sum of a hash of each word and its place, so that swapped words show as well. Works in
     blocks; no copy of the whole tensor is made.
     """
     flat = tensor.detach().contiguous().reshape(-1)
@@ -49,9 +50,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
     for start in range(0, words.numel(), _BLOCK):
         block = words[start : start + _BLOCK].to(torch.int64)
         place = torch.arange(start, start + len(block), device=tensor.device)
-        weight = place.mul_(2).add_(1).mul_(_MULTIPLIER)
-        total += (block + _MULTIPLIER).mul_(weight).sum()
+        total += _mixed(place.mul_(_GOLDEN).add_(block)).sum()
     return total
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """64-bit integers, in place, whose every bit depends on every bit of the input: the finalizer
+    of SplitMix64 (Steele, Lea and Flood 2014). Shifts and products alternate, as sums of products
+    alone would let small differences cancel out."""
+    for shift, factor in _ROUNDS:
+        values.bitwise_xor_(values >> shift).mul_(factor)
+    return values.bitwise_xor_(values >> 31)
 
 
 def _word_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def plain_values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             if value.device.type == "cpu" and value.numel() == 1:
                 values.append((key, value.item()))
-        elif isinstance(value, bool | int | float | str | torch.dtype | tuple | list):
+        elif isinstance(value, numbers.Real | str | torch.dtype | tuple | list):
             values.append((key, value))
     return values
 
@@ -56,9 +57,9 @@ def check_number(name: str, value: Any, *, low: float = 0.0, high: float = math.
     """Raise ValueError unless `value` is a finite number (or 0-D tensor) in `[low, high]`."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not math.isfinite(value) or not low <= float(value) <= high:
         raise ValueError(f"{name} must be finite and in [{low}, {high}], got {value}")
 
 

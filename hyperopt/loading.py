@@ -28,8 +28,10 @@ class LoadedState:
     groups: Sequence[Mapping[str, Any]]
 
 
-def read_together(read: Callable[[], T], domains: Sequence[Domain]) -> T:
-    """What `read` returns. Collective.
+def read_together(
+    read: Callable[[], T], domains: Sequence[Domain], task: str = "load the state"
+) -> T:
+    """What `read` returns. Collective. `task` says in words what it is for.
 
     Raises:
         Exception: what `read` raised on this rank.
@@ -44,11 +46,12 @@ def read_together(read: Callable[[], T], domains: Sequence[Domain]) -> T:
     text = None if error is None else describe(error)
     found: dict[str, None] = {}
     for domain in domains:
-        found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(text))))
+        heard = text or next(iter(found), None)
+        found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(heard))))
     if error is not None:
         raise error
     if found:
-        raise ValueError(f"another rank cannot load the state: {'; '.join(found)}")
+        raise ValueError(f"another rank cannot {task}: {'; '.join(found)}")
     return result[0]
 
 
@@ -77,14 +80,15 @@ def check_value(what: str, value: Any, parameter: Tensor) -> None:
         )
 
 
-def check_step(group: str, step: Any) -> int | None:
-    """The step of a group as an integer; None where there is none. Raises ValueError."""
+def check_step(where: str, step: Any) -> int | None:
+    """The step of a group or parameter as an integer; None where there is none. Raises ValueError,
+    naming `where`."""
     value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if value is None:
         return None
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if not whole or value < 0:
-        raise ValueError(f"{STEP} of group {group} must be a whole number of 0 or more: {step!r}")
+        raise ValueError(f"{STEP} of {where} must be a whole number of 0 or more: {step!r}")
     return int(value)
 
 
@@ -122,12 +126,32 @@ def _raise_differing(ranks: Sequence[int], everyone: Sequence[Sequence[str]]) ->
     raise ValueError(f"ranks have different state: {'; '.join(lines[:10])}")
 
 
+def agree_on_parameter_steps(steps: Mapping[str, int | None], domains: Sequence[Domain]) -> None:
+    """Raise ValueError on every rank where ranks disagree on the step of a parameter. Collective:
+    one small exchange a domain while all is well. `steps` is by parameter name, the same names on
+    all ranks of a domain."""
+    digest = hashlib.blake2b(repr(sorted(steps.items())).encode(), digest_size=7).digest()
+    code = int.from_bytes(digest, "big")
+    for domain in domains:
+        if domain.group is None:
+            continue
+        top, bottom = domain.group.maximum([code, -code])
+        if top == -bottom:
+            continue
+        everyone = domain.gather(steps)
+        for name in sorted(steps):
+            values = [theirs.get(name) for theirs in everyone]
+            if len(set(values)) > 1:
+                listed = dict(zip(domain.ranks, values, strict=True))
+                raise ValueError(f"{name}: ranks disagree on the step: {listed}")
+
+
 def agree_on_steps(steps: Sequence[Any], domains: Sequence[Domain]) -> list[int | None]:
     """One step per group: ranks that know none take the others'. Collective.
 
     Raises ValueError where ranks disagree, with group, ranks and steps.
     """
-    known = [check_step(str(number), step) for number, step in enumerate(steps)]
+    known = [check_step(f"group {number}", step) for number, step in enumerate(steps)]
     for domain in domains:
         everyone = domain.gather(known)
         for number in range(len(known)):

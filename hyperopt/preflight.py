@@ -280,14 +280,16 @@ def active_gradients(
 def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:
     """What went wrong on any rank during a step, with the rank; empty where nothing did.
 
-    Collective: one exchange of one number a domain while all is well.
+    Collective: one exchange of one number a domain while all is well. Later domains hear what ranks
+    have heard in earlier ones.
     """
     found: dict[str, None] = {}
     for domain in domains:
+        heard = problem or next(iter(found), None)
         if domain.group is None:
             found.update(dict.fromkeys([problem] if problem else []))
-        elif domain.group.maximum([int(problem is not None)])[0]:
-            found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(problem))))
+        elif domain.group.maximum([int(heard is not None)])[0]:
+            found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(heard))))
     return list(found)
 
 

@@ -423,35 +423,49 @@ class AdamWRule:
 
 
 def _adamw_step(batch: Batch) -> None:
-    """torch's fused kernel; where state and parameter dtypes differ (loaded state), its foreach
-    one, which promotes. Zero-element shards only count the step."""
+    """torch's fused kernel, which wants one dtype and takes memory as it lies; where dtypes differ
+    (loaded state, wider gradients) or tensors are strided, torch's foreach form. Zero-element
+    shards only count the step."""
     full = [i for i, p in enumerate(batch.parameters) if p.numel()]
     empty = [batch.states[i]["step"] for i, p in enumerate(batch.parameters) if not p.numel()]
     if empty:
         torch._foreach_add_(empty, 1)
-    if not full:
-        return
+    fused = [i for i in full if _suits_fused_kernel(batch, i)]
+    for chosen in (fused, [i for i in full if i not in set(fused)]):
+        if chosen:
+            _torch_adamw(batch, chosen, fused=chosen is fused)
+
+
+def _suits_fused_kernel(batch: Batch, i: int) -> bool:
+    tensors = _adamw_tensors(batch, i)
+    return all(t.dtype == tensors[0].dtype and t.is_contiguous() for t in tensors)
+
+
+def _adamw_tensors(batch: Batch, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parameter, gradient and moments of a slot."""
+    state = batch.states[i]
+    return batch.parameters[i], batch.gradients[i], state["exp_avg"], state["exp_avg_sq"]
+
+
+def _torch_adamw(batch: Batch, chosen: Sequence[int], *, fused: bool) -> None:
     hyper = batch.hyperparameters
     beta1, beta2 = hyper["betas"]
-    averages = [batch.states[i]["exp_avg"] for i in full]
-    squares = [batch.states[i]["exp_avg_sq"] for i in full]
-    parameters = [batch.parameters[i] for i in full]
-    same_dtype = all(
-        p.dtype == a.dtype == s.dtype for p, a, s in zip(parameters, averages, squares, strict=True)
+    parameters, gradients, averages, squares = (
+        list(tensors) for tensors in zip(*(_adamw_tensors(batch, i) for i in chosen), strict=True)
     )
     adamw(
         parameters,
-        [batch.gradients[i] for i in full],
+        gradients if fused else [g.to(a.dtype) for g, a in zip(gradients, averages, strict=True)],
         averages,
         squares,
         [],
-        [batch.states[i]["step"] for i in full],
-        foreach=not same_dtype,
-        fused=same_dtype,
+        [batch.states[i]["step"] for i in chosen],
+        foreach=not fused,
+        fused=fused,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=hyper["lr"],
+        lr=hyper["lr"] if fused else float(hyper["lr"]),
         weight_decay=hyper["weight_decay"],
         eps=hyper["eps"],
         maximize=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,18 +77,17 @@ def _parse_nested(
 
 
 def _parse_flat(state_dict: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> ParsedDict:
-    names = [name for group in group_names for name in group]
+    indices = {name: i for i, name in enumerate(n for group in group_names for n in group)}
     states: dict[int, dict[str, Any]] = {}
-    values: dict[str, dict[str, Any]] = {name: {} for name in names}
-    by_length = sorted(names, key=len, reverse=True)
+    values: dict[str, dict[str, Any]] = {name: {} for name in indices}
     for full_key, value in state_dict.items():
         kind, _, rest = full_key.partition(".")
-        owner = next((name for name in by_length if rest.startswith(name + ".")), None)
+        owner = _longest_prefix(rest, indices)
         if owner is None:
             raise ValueError(f"{full_key!r} belongs to no parameter of this optimizer")
         key = rest[len(owner) + 1 :]
         if kind == "state":
-            states.setdefault(names.index(owner), {})[key] = value
+            states.setdefault(indices[owner], {})[key] = value
         else:
             values[owner][key] = value
     groups: list[dict[str, Any]] = []
@@ -98,6 +97,16 @@ def _parse_flat(state_dict: Mapping[str, Any], group_names: Sequence[Sequence[st
             raise ValueError(f"parameters of group {number} have different hyperparameters")
         groups.append(copy.deepcopy(members[0]) if members else {})
     return ParsedDict({i: _present(s) for i, s in states.items()}, groups)
+
+
+def _longest_prefix(key: str, names: Container[str]) -> str | None:
+    """The longest name that the key starts with, followed by a dot."""
+    name = key
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name
+    return None
 
 
 def _present(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def with_load_hooks(load_state_dict: _Method) -> _Method:
 
     @functools.wraps(load_state_dict)
     def wrapper(self: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        given = dict(state_dict)
+        # Anything else is refused by the method, which tells the other ranks.
+        given = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
             given = given if changed is None else changed

@@ -32,6 +32,7 @@ LAYERS = {
         ("newton_schulz", "layout", "hyperparameters", "hooks", "blocks", "torch_hooks"),
         ("compiled",),
         ("rules", "plan", "control", "torch_muon"),
+        ("planning",),
         ("comm",),
         ("executor", "state", "preflight", "guard"),
         ("state_dicts", "loading", "agreement"),

@@ -27,7 +27,8 @@ from benchmarks.plan import (
     whole_jobs_bound,
 )
 from hyperopt.hooks import MuonHooks
-from hyperopt.plan import ParameterSpec, PlanConfig, StepPlan, build_plan
+from hyperopt.plan import ParameterSpec, PlanConfig, StepPlan
+from hyperopt.planning import build_plan
 from hyperopt.rules import AdamWRule, MuonRule, UpdateRule
 from tests.distributed import run_ranks
 from tests.hyperopt.worlds import SHAPES, Outcome, train

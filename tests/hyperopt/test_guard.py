@@ -160,3 +160,32 @@ def test_fingerprint_sees_bits_and_places(dtype: torch.dtype) -> None:
     negative_zero, zero = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)
     negative_zero[1] = -0.0
     assert int(fingerprint(negative_zero)) != int(fingerprint(zero))
+
+
+def test_small_differences_do_not_cancel_out() -> None:
+    """Drift is of last bits, in opposite directions: a checksum that is linear would miss it."""
+    value = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    bits = value.view(torch.int32)
+    seen = {int(fingerprint(value))}
+    patterns = torch.randint(-1, 2, (4000, 16), generator=torch.Generator().manual_seed(2))
+    patterns = torch.unique(patterns[patterns.any(dim=1)], dim=0).to(torch.int32)
+    for pattern in (*patterns, torch.tensor([3, -1] + [0] * 14, dtype=torch.int32)):
+        seen.add(int(fingerprint((bits + pattern).view(torch.float32))))
+    assert len(seen) == len(patterns) + 2
+
+
+def test_the_fingerprint_is_the_same_on_every_machine() -> None:
+    """Of words 1, 2, 3, computed with Python's integers."""
+    total = 0
+    for place, word in enumerate((1, 2, 3)):
+        x = (place * 0x9E3779B97F4A7C15 + word) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = ((x ^ _arithmetic_shift(x, shift)) * factor) % 2**64
+        total = (total + (x ^ _arithmetic_shift(x, 31))) % 2**64
+    signed = total - 2**64 if total >= 2**63 else total
+    assert int(fingerprint(torch.tensor([1, 2, 3], dtype=torch.int64))) == signed
+
+
+def _arithmetic_shift(x: int, by: int) -> int:
+    signed = x - 2**64 if x >= 2**63 else x
+    return (signed >> by) % 2**64

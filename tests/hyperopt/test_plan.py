@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from hyperopt.layout import Layout, matrix_shape
 from hyperopt.ownership import MeshSpec, Placement, loads, newton_schulz_cost
 from hyperopt.plan import (
-    SMALLEST_UNIT_BYTES,
     LayoutPlan,
     ParameterSpec,
     PlanConfig,
     StepPlan,
-    build_plan,
 )
+from hyperopt.planning import SMALLEST_UNIT_BYTES, build_plan
 from hyperopt.replica_count import resolve_replica_count
 
 
