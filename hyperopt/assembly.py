@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from hyperopt.planning import build_plan
 from hyperopt.preflight import Domain
 from hyperopt.replica_count import ReplicaCount, resolve_replica_count
 from hyperopt.rules import UpdateRule
+
+logger = logging.getLogger(__name__)
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -162,7 +165,21 @@ def assemble(
         if slot.owner == executor.seats[plan.parameters[slot.parameter].layout].coordinate
     }
     domains = _find_domains(plan, rule, config)
+    _warn_of_plain_tensors(plan, len(hosts))
     return Assembly(parameters, names, executor, domains, owned)
+
+
+def _warn_of_plain_tensors(plan: StepPlan, world_size: int) -> None:
+    plain = [p.fqn for p in plan.parameters if plan.layouts[p.layout].layout.mesh is None]
+    if plain and world_size > 1 and comm.current_rank() == 0:
+        logger.warning(
+            "%d parameters are plain tensors that share nothing (%s): each of the %d ranks keeps "
+            "their whole state and steps them by itself. Under DDP give "
+            "replicate_group=dist.group.WORLD",
+            len(plain),
+            ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else ""),
+            world_size,
+        )
 
 
 def _check_arguments(config: PlanConfig, replicate_group: dist.ProcessGroup | None) -> None:

@@ -3,6 +3,7 @@ heard by all of them within seconds."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,21 @@ def groups_of_two_meshes() -> list[bool]:
 def test_which_groups_are_used_depends_on_the_order_of_parameters_alone() -> None:
     for used in run_ranks(groups_of_two_meshes, 4):
         assert used == [True, True, True]
+
+
+def plain_parameters() -> list[str]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]  # a handler of this test's own
+    logging.getLogger("hyperopt.assembly").addHandler(handler)
+    DistributedAdamW([("p", nn.Parameter(torch.ones(2)))], replicate_group=dist.group.WORLD)
+    assert not records
+    DistributedAdamW([("p", nn.Parameter(torch.ones(2)))])
+    return [record.getMessage() for record in records]
+
+
+def test_plain_tensors_that_share_nothing_are_pointed_out_once() -> None:
+    (message,), (none) = run_ranks(plain_parameters, 2)
+    assert "1 parameters are plain tensors that share nothing (p)" in message
+    assert "replicate_group=dist.group.WORLD" in message
+    assert none == []
