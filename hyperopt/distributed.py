@@ -335,7 +335,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for group in self.param_groups:
                     self.validate_group({**group, "params": []}, [])
             except Exception as error:  # a missing option as well as a wrong one
-                return describe(error)
+                return str(error) if isinstance(error, ValueError) else describe(error)
             self._checked_options = options
         return None
 
