@@ -371,8 +371,8 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
         if part.untyped_storage().data_ptr() != storage or not follows:
             return None
         start += part.numel()
-    count = sum(len(part) for part in parts)
-    return first.as_strided((count, *first.shape[1:]), first.stride())
+    count, (rows, columns) = sum(len(part) for part in parts), first.shape[1:]
+    return first.as_strided((count, rows, columns), (rows * columns, columns, 1))
 
 
 # -------------------------------------------------------------------------------------------- AdamW

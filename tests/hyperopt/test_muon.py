@@ -9,6 +9,7 @@ import torch
 
 from hyperopt import Muon
 from hyperopt.newton_schulz import LEGACY, POLAR_EXPRESS
+from hyperopt.rules import joined
 from tests.hyperopt.worlds import make_parameters, set_gradients
 from tests.reference.muon import MuonGroup, MuonOptions, ReferenceMuon
 
@@ -170,3 +171,17 @@ def test_bf16_iteration_stays_near_the_definition() -> None:
         moved = reference.parameters[name].float()
         # An update has an RMS of 0.2 · lr = 0.01; bfloat16 has eight bits, and some cancel.
         assert (parameter.detach() - moved).abs().max() < 3 * 0.01 * 0.1
+
+
+def test_matrices_that_follow_each_other_in_memory_are_a_batch_without_a_copy() -> None:
+    buffer = torch.arange(60.0)
+    parts = [buffer[6:12].view(1, 2, 3), buffer[12:24].view(2, 2, 3)]
+    batch = joined(parts)
+    assert batch is not None
+    assert batch.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(batch, buffer[6:24].view(3, 2, 3))
+    assert joined(parts[:1]) is parts[0]
+    assert joined(parts[::-1]) is None
+    assert joined([parts[0], buffer[13:19].view(1, 2, 3)]) is None
+    assert joined([parts[0], parts[1].clone()]) is None
+    assert joined([parts[0], buffer[12:18].view(1, 3, 2).mT]) is None
