@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -211,12 +213,24 @@ def _check_views(fqn: str, update: Tensor, views: Sequence[Tensor]) -> None:
         if view.untyped_storage().data_ptr() != update.untyped_storage().data_ptr():
             raise ValueError(f"{fqn}: reshape_fn must return views of the update, not copies")
     first = update.storage_offset()
-    counts = torch.zeros(update.numel(), dtype=torch.int32)
-    for view in views:
-        inside = view.storage_offset() - first
-        last = inside + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
-        if view.numel() and not 0 <= inside <= last < update.numel():
-            raise ValueError(f"{fqn}: a view of reshape_fn reaches outside the update")
-        counts.as_strided(view.shape, view.stride(), inside).add_(1)
+    parts = tuple((tuple(v.shape), v.stride(), v.storage_offset() - first) for v in views)
+    problem = _tiling_problem(update.numel(), parts)
+    if problem:
+        raise ValueError(f"{fqn}: {problem}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiling_problem(
+    elements: int, parts: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+) -> str | None:
+    """What is wrong with views (shape, strides, offset) of so many elements, or None. Cached: it is
+    asked again in every step, and counts element by element."""
+    counts = torch.zeros(elements, dtype=torch.int32)
+    for shape, strides, offset in parts:
+        last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if math.prod(shape) and not 0 <= offset <= last < elements:
+            return "a view of reshape_fn reaches outside the update"
+        counts.as_strided(shape, strides, offset).add_(1)
     if not bool((counts == 1).all()):
-        raise ValueError(f"{fqn}: the views of reshape_fn must tile the update exactly once")
+        return "the views of reshape_fn must tile the update exactly once"
+    return None
