@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from hyperopt.comm import Ranks, current_rank, gather_world
+from hyperopt.comm import current_rank, gather_world
+from hyperopt.control import Ranks
 from hyperopt.preflight import describe, told_by
 
 logger = logging.getLogger(__name__)

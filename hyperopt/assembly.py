@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperopt import agreement, comm
-from hyperopt.control import control_groups
+from hyperopt.control import Ranks, control_groups
 from hyperopt.executor import Executor
 from hyperopt.layout import Layout, layout_of, local_tensor, matrix_shape
 from hyperopt.ownership import Box, ParameterPlacement
@@ -201,7 +201,7 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tensor, ...], t
     return tuple(p for group in groups for p in group["params"]), names
 
 
-def _identity(plan: StepPlan, ranks: comm.Ranks, rule: UpdateRule, config: PlanConfig) -> bytes:
+def _identity(plan: StepPlan, ranks: Ranks, rule: UpdateRule, config: PlanConfig) -> bytes:
     """32 bytes that differ where these ranks would not issue the same collectives in a step:
     because of what they share of the plan, of the rule (hooks add some, and change what travels),
     or of the replica guard."""
@@ -240,7 +240,7 @@ def _specs(
         )
 
 
-def _ranks(layout: LayoutPlan) -> comm.Ranks:
+def _ranks(layout: LayoutPlan) -> Ranks:
     """The ranks that a layout's parameters live on; none for those that share nothing."""
     return layout.all_ranks() if layout.layout.mesh is not None else ()
 
@@ -252,7 +252,7 @@ def _find_domains(plan: StepPlan, rule: UpdateRule, config: PlanConfig) -> tuple
     Parameters that share nothing come last: their error is this rank's own, and its peers must have
     heard of it by then.
     """
-    members: dict[comm.Ranks, list[int]] = {}
+    members: dict[Ranks, list[int]] = {}
     for index, spec in enumerate(plan.parameters):
         members.setdefault(_ranks(plan.layouts[spec.layout]), []).append(index)
     order = sorted(members, key=lambda ranks: (not ranks, len(ranks), ranks))

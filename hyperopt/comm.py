@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyperopt.control import gather_objects, new_groups
+from hyperopt.control import Ranks, gather_objects, new_groups
 from hyperopt.plan import Gather, LayoutPlan
 
 T = TypeVar("T")
-Ranks = tuple[int, ...]
 
 
 @dataclass(slots=True)

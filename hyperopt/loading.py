@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from torch import Tensor
 from hyperopt.hyperparameters import from_json
 from hyperopt.layout import local_tensor
 from hyperopt.ownership import Box, GroupRow
-from hyperopt.preflight import Domain, describe, told_by
+from hyperopt.preflight import Domain, agree_on_failures, describe
 from hyperopt.state import STEP, States, local_part
 
 T = TypeVar("T")
@@ -43,11 +42,7 @@ def read_together(
         result.append(read())
     except Exception as problem:
         error = problem
-    text = None if error is None else describe(error)
-    found: dict[str, None] = {}
-    for domain in domains:
-        heard = text or next(iter(found), None)
-        found.update(dict.fromkeys(told_by(domain.ranks, domain.gather(heard))))
+    found = agree_on_failures(None if error is None else describe(error), domains)
     if error is not None:
         raise error
     if found:
@@ -106,13 +101,8 @@ def agree_on_names(given: Sequence[str], domains: Sequence[Domain]) -> None:
     """Raise ValueError on every rank where ranks have state under different names. Collective: one
     small exchange a domain while all is well."""
     names = sorted(given)
-    digest = hashlib.blake2b(repr(names).encode(), digest_size=7).digest()
-    code = int.from_bytes(digest, "big")
     for domain in domains:
-        if domain.group is None:
-            continue
-        top, bottom = domain.group.maximum([code, -code])
-        if top != -bottom:
+        if domain.differs(names):
             _raise_differing(domain.ranks, domain.gather(names))
 
 
@@ -130,13 +120,8 @@ def agree_on_parameter_steps(steps: Mapping[str, int | None], domains: Sequence[
     """Raise ValueError on every rank where ranks disagree on the step of a parameter. Collective:
     one small exchange a domain while all is well. `steps` is by parameter name, the same names on
     all ranks of a domain."""
-    digest = hashlib.blake2b(repr(sorted(steps.items())).encode(), digest_size=7).digest()
-    code = int.from_bytes(digest, "big")
     for domain in domains:
-        if domain.group is None:
-            continue
-        top, bottom = domain.group.maximum([code, -code])
-        if top == -bottom:
+        if not domain.differs(sorted(steps.items())):
             continue
         everyone = domain.gather(steps)
         for name in sorted(steps):

@@ -213,6 +213,16 @@ class Domain:
         """Every rank's object; the value alone where nothing is shared. Collective."""
         return [value] if self.group is None else self.group.gather(value)
 
+    def differs(self, value: object) -> bool:
+        """Whether the representation of `value` is not the same on all ranks. Collective: one small
+        exchange."""
+        if self.group is None:
+            return False
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
+        code = int.from_bytes(digest, "big")
+        top, bottom = self.group.maximum([code, -code])
+        return top != -bottom
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -278,7 +288,7 @@ def active_gradients(
 
 
 def agree_on_failures(problem: str | None, domains: Sequence[Domain]) -> list[str]:
-    """What went wrong on any rank during a step, with the rank; empty where nothing did.
+    """What went wrong on any rank, with the rank; empty where nothing did.
 
     Collective: one exchange of one number a domain while all is well. Later domains hear what ranks
     have heard in earlier ones.

@@ -24,23 +24,11 @@ from ckpt.manager import CheckpointManager
 from ckpt.runs import checkpoint_name, scan
 from ckpt.storage import Storage, open_storage
 from tests.ckpt.faults import Fault, FaultyStorage
+from tests.ckpt.filled import model_of, value_of
 from tests.ckpt.gates import GatedStorage
 from tests.ckpt.listing import names
 from tests.ckpt.states import Net, OwnerOptimizer, assert_model, fill, shard
 from tests.distributed import run_ranks
-
-
-def model_of(value: float) -> nn.Linear:
-    model = nn.Linear(40, 50)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def value_of(model: nn.Linear) -> float:
-    assert model.weight.unique().numel() == 1
-    return float(model.weight[0, 0].detach())
 
 
 def loaded(root: Any, step: int) -> float:
@@ -214,7 +202,7 @@ def test_what_is_refused_before_writing_is_raised_at_once(tmp_path: Path) -> Non
         manager.async_save(1, model=model_of(1)).wait()
         with pytest.raises(DestinationExistsError):
             manager.async_save(1, model=model_of(2))
-        with pytest.raises(CheckpointError, match=r"model\.weight: 2000 of 2000 values"):
+        with pytest.raises(CheckpointError, match=r"model\.weight: 20000 of 20000 values"):
             manager.async_save(2, model=model_of(float("inf")))
         with pytest.raises(UsageError):
             manager.async_save(3, extra=object())
@@ -272,7 +260,7 @@ def test_a_failure_on_one_rank_is_raised_by_the_next_call_on_every_rank(tmp_path
     results = run_ranks(fail_in_background, 4, str(tmp_path))
     assert len({tuple(messages) for messages in results}) == 1
     for message in results[0]:
-        assert f"cannot save {checkpoint_name(2)}: rank 2: extra/rank-00002.pt: " in message
+        assert f"cannot save {checkpoint_name(2)}: rank 2: r00002-0.distcp: " in message
         assert "No space left on device" in message
     assert names(tmp_path) == [checkpoint_name(1)]
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from ckpt.checkpoint import open_checkpoint
 from ckpt.commit import Destination
@@ -27,22 +25,9 @@ from ckpt.state.capture import PlanCache, capture_state
 from ckpt.storage import open_storage
 from ckpt.storage.local import LocalStorage
 from tests.ckpt.faults import Fault, FaultyStorage
+from tests.ckpt.filled import model_of, value_of
 from tests.ckpt.listing import names
 from tests.distributed import run_world
-
-
-def model_of(value: float) -> nn.Linear:
-    """Large enough that both of two ranks write a part of its weight."""
-    model = nn.Linear(400, 50)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def value_of(model: nn.Linear) -> float:
-    assert model.weight.unique().numel() == 1
-    return float(model.weight[0, 0].detach())
 
 
 def save_and_die(root: str, rank: int, fatal: int) -> str:

@@ -9,9 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from ckpt.errors import CheckpointError, CorruptError, LockedError, NotFoundError, UsageError
 from ckpt.manager import CheckpointManager
@@ -19,21 +17,9 @@ from ckpt.runs import checkpoint_name, latest, scan
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.local import LocalStorage
 from tests.ckpt.faults import Fault, FaultyStorage
+from tests.ckpt.filled import model_of, value_of
 from tests.ckpt.listing import names
 from tests.distributed import run_ranks, run_world
-
-
-def model_of(value: float) -> nn.Linear:
-    model = nn.Linear(40, 50)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def value_of(model: nn.Linear) -> float:
-    assert model.weight.unique().numel() == 1
-    return float(model.weight[0, 0].detach())
 
 
 def steps(root: Path) -> list[int | None]:
