@@ -78,7 +78,24 @@ LAYERS = {
         ("saving", "loading", "staging"),
         ("background",),
         ("saver",),
+        # What speaks to the server is below the manager; the server itself is above everything.
+        ("server", "server.messages", "server.problems", "server.summaries"),
         ("manager",),
+        ("server.settings", "server.actors", "server.roots", "server.database"),
+        ("server.models",),
+        ("server.context",),
+        ("server.events",),
+        ("server.checkpoints", "server.migrating"),
+        ("server.runs",),
+        ("server.saves",),
+        ("server.registry",),
+        ("server.api", "server.api.access", "server.api.parameters"),
+        (
+            *("server.api.runs", "server.api.saves", "server.api.checkpoints"),
+            *("server.api.events", "server.api.health"),
+        ),
+        ("server.app",),
+        ("server.serving",),
     ),
 }
 
