@@ -276,7 +276,7 @@ class EventPage(Message):
 
 
 class Problem(BaseModel):
-    """RFC 9457 problem details: the kind of error as `type`; what, where, what to do as `detail`."""
+    """RFC 9457: the kind of error as `type`; what, where, what to do as `detail`."""
 
     type: str
     title: str
