@@ -32,6 +32,7 @@ from ckpt.manifest import (
 )
 from ckpt.metrics import METRICS, encode_metrics
 from ckpt.names import name_problem
+from ckpt.reporting import SaveReports, SaveStart
 from ckpt.storage import Storage, file_sizes
 
 __all__ = ["PENDING_PREFIX", "SAVE_ID", "Destination", "PendingCheckpoint", "check_coverage"]
@@ -46,7 +47,8 @@ SAVE_ID = "save"
 class Destination:
     """Where a checkpoint goes: a directory `name` under `root`, its step, and its parent.
 
-    `lease` is the right to write there, where it is a run; `metrics` are those of the step.
+    `lease` is the right to write there, where it is a run; `metrics` are those of the step;
+    `reports` is who hears of the save.
     """
 
     root: Storage
@@ -55,6 +57,7 @@ class Destination:
     parent: Parent | None = None
     lease: RunLease | None = None
     metrics: Mapping[str, SupportsFloat] = field(default_factory=dict)
+    reports: SaveReports = field(default_factory=SaveReports)
 
     @property
     def url(self) -> str:
@@ -73,10 +76,19 @@ class Destination:
             self.lease.acquire()
             self.lease.check()
 
-    def check_writer(self) -> None:
-        """LockedError, saying who, if another job has taken over this run since it was claimed."""
+    def check_writer(self, token: str) -> None:
+        """LockedError, saying who, if another job has taken over this run since it was claimed.
+        `token` is the save's."""
         if self.lease is not None:
             self.lease.check()
+        self.reports.permit(token)
+
+    def report_begin(self, token: str, world_size: int) -> None:
+        """Tell that a save begins, where it is one of a claimed run."""
+        claim = None if self.lease is None else self.lease.claim
+        if claim is not None and self.step is not None:
+            start = SaveStart(token, self.name, self.step, claim, world_size, self.parent)
+            self.reports.begin(start)
 
     def check(self) -> None:
         """Everything that can be known before there is any data: rights, name, metrics."""

@@ -48,6 +48,10 @@ class LockedError(CheckpointError):
     exit_code: ClassVar[int] = 11
 
 
+class ReplacedError(LockedError):
+    """Another job has taken this run over; nothing that this one does is kept."""
+
+
 class CorruptError(CheckpointError):
     """Bytes are missing or are not those that were written: names file, offset and tensor."""
 

@@ -136,7 +136,8 @@ def _read_claim(root: Storage, name: str) -> Claim:
 class RunLease:
     """This job's right to write a run: claimed, kept by signs of life, given back.
 
-    `lease_seconds`: after how long without a sign of life another job takes over.
+    `lease_seconds`: after how long without a sign of life another job takes over. `attempt`: what
+    identifies this job; made up if not given.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class RunLease:
         *,
         process: Process | None = None,
         clock: Clock | None = None,
+        attempt: str = "",
     ) -> None:
         if not lease_seconds > 0:
             raise UsageError(f"lease_seconds={lease_seconds}: must be over 0")
@@ -153,6 +155,7 @@ class RunLease:
         self._lease_seconds = lease_seconds
         self._process = process
         self._clock = clock or Clock()
+        self._attempt = attempt
         self._beat = 0
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
@@ -170,7 +173,7 @@ class RunLease:
         last = self._wait_for_last(process)
         claim = Claim(
             epoch=1 if last is None else last.claim.epoch + 1,
-            attempt=uuid.uuid4().hex,
+            attempt=self._attempt or uuid.uuid4().hex,
             process=process,
             lease_seconds=self._lease_seconds,
             claimed=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 from ckpt.background import InFlight, SaveHandle
 from ckpt.checkpoint import open_checkpoint
@@ -31,6 +32,7 @@ from ckpt.marks import pin, reading, unpin
 from ckpt.preemption import GracePeriod
 from ckpt.progress import OnProgress
 from ckpt.renaming import Rename
+from ckpt.reporting import SaveReports
 from ckpt.retention import KeepBest, Retention
 from ckpt.runs import (
     STALE_SECONDS,
@@ -47,6 +49,10 @@ from ckpt.saver import Saver
 from ckpt.saving import SaveReport
 from ckpt.state.part import Redistribute
 from ckpt.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from ckpt.server.client import Client
+    from ckpt.server.link import ServerLink
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +71,10 @@ class CheckpointManager:
     leftovers of a save that died are swept. `require_finite`: refuse to save infinities and NaN.
     `in_flight`: what `async_save` does while another one is in flight: `wait` for it, or `refuse`
     with a TryAgainError. `timeout`: how long a rank waits for another one.
+
+    `server`: the URL of a state-management server (see docs/server.md), which is told of this run
+    under the name `run` (by default the last part of `root`). Its token is what HYPEROPT_CKPT_TOKEN
+    holds. Training never waits for it, and goes on without it.
     """
 
     def __init__(
@@ -80,14 +90,20 @@ class CheckpointManager:
         require_finite: bool = False,
         in_flight: InFlight = "wait",
         timeout: timedelta = TIMEOUT,
+        server: str | Client | None = None,
+        run: str | None = None,
     ) -> None:
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._coordinator: Coordinator = open_coordinator(timeout)
         self.storage = everywhere(self._coordinator, f"open {root}", lambda: _storage(root))
         self.last_load: LoadReport | None = None
-        self._lease = RunLease(self.storage, lease_seconds)
+        # Without a server only rank 0 has a use for it, and makes it up when it claims the run.
+        told = server is not None
+        self._attempt = self._coordinator.broadcast_object(uuid.uuid4().hex) if told else ""
+        self._lease = RunLease(self.storage, lease_seconds, attempt=self._attempt)
         self._census = Census(self.storage)
         self._level: Level = level
+        self._require_finite = require_finite
         self._stale_seconds = stale_seconds
         self._parent: Parent | None = None
         self._grace: GracePeriod | None = None
@@ -99,7 +115,10 @@ class CheckpointManager:
             timeout=timeout,
             after=self._tidy,
         )
+        self._link = None if server is None else self._open_link(server, run, lease_seconds)
         weakref.finalize(self, self._lease.release)  # also when the program ends without `close`
+        if self._link is not None:
+            weakref.finalize(self, self._link.close)
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +147,8 @@ class CheckpointManager:
         try:
             self._saver.close()
         finally:
+            if self._link is not None:
+                self._link.close()
             self._lease.release()
             self._coordinator.close()
 
@@ -187,9 +208,35 @@ class CheckpointManager:
         return self._coordinator.any_rank(self._grace is not None and self._grace.received)
 
     def _destination(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> Destination:
+        if self._link is not None:
+            self._link.start()
         return Destination(
-            self.storage, checkpoint_name(step), step, self._parent, self._lease, metrics or {}
+            self.storage,
+            checkpoint_name(step),
+            step,
+            self._parent,
+            self._lease,
+            metrics or {},
+            SaveReports(
+                None if self._link is None else self._link.reporter,
+                finite=True if self._require_finite else None,
+            ),
         )
+
+    def _open_link(self, server: str | Client, run: str | None, lease_seconds: float) -> ServerLink:
+        """Every rank gives signs of life; rank 0 also tells of the saves."""
+
+        def connect() -> ServerLink:
+            try:
+                from ckpt.server.link import open_link
+            except ImportError as error:
+                raise UsageError(
+                    f"server={server!r} needs {error.name}: pip install 'hyperopt-ckpt[client]'"
+                ) from error
+            job = (self._attempt, self._coordinator.rank)
+            return open_link(server, run, self.storage, job, lease_seconds)
+
+        return everywhere(self._coordinator, f"use the server {server}", connect)
 
     def _tidy(self) -> None:
         if self._coordinator.rank != LEADER:

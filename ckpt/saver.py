@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -80,10 +81,12 @@ class Saver:
         )
         captured = capture_state(state, self._coordinator, self._plans, options)
         self._begin(on_progress)
+        stalled = time.monotonic() - destination.reports.started
+        told = replace(destination, reports=replace(destination.reports, stalled=stalled))
         return self._background.start(
             destination.url,
             destination.step,
-            lambda coordinator: self._write(captured, destination, coordinator),
+            lambda coordinator: self._write(captured, told, coordinator),
         )
 
     def _begin(self, on_progress: OnProgress | None) -> None:

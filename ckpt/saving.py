@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +35,7 @@ from ckpt.manifest import (
     encode_index,
 )
 from ckpt.progress import OnProgress, WriteProgress
+from ckpt.reporting import RankReceipt
 from ckpt.state.capture import (
     CapturedState,
     CaptureOptions,
@@ -72,6 +74,12 @@ class _Receipt:
     index: bytes | None
     index_file: FileEntry | None
     files: tuple[FileEntry, ...]
+    seconds: float
+
+    def told(self, rank: int) -> RankReceipt:
+        """What others hear of it."""
+        files = self.files if self.index_file is None else (*self.files, self.index_file)
+        return RankReceipt(rank, sum(file.size for file in files), len(files), self.seconds)
 
 
 def save(
@@ -123,6 +131,8 @@ def write_state(
     """Write and commit a captured state. Two collectives; after an error nothing is left but, where
     a rank died, a pending directory."""
     pending = PendingCheckpoint(destination.root, destination.name, captured.token)
+    if coordinator.rank == LEADER:
+        destination.report_begin(captured.token, coordinator.world_size)
     try:
         return conclude(
             coordinator,
@@ -136,6 +146,7 @@ def write_state(
         if report is not None:
             return report
         if coordinator.rank == LEADER:
+            destination.reports.failed(captured.token, error)
             _abandon(pending)
         raise
 
@@ -150,6 +161,7 @@ def _committed_anyway(
     if manifest is None:
         return None
     log.warning("%s is committed and complete, although %s", destination.url, error)
+    destination.reports.committed(captured.token, manifest)
     return _report(manifest, destination)
 
 
@@ -167,6 +179,7 @@ def _abandon(pending: PendingCheckpoint) -> None:
 def _write_rank(
     pending: PendingCheckpoint, captured: CapturedState, rank: int, progress: WriteProgress
 ) -> _Receipt:
+    started = time.monotonic()
     pending.make_directory()
     progress.begin(sum(write.tensor.nbytes for write in captured.writes))
     storage = pending.storage
@@ -183,10 +196,10 @@ def _write_rank(
     files.append(_write_small(storage, pending.file_name(private_file(rank)), captured.private))
     progress.check()
     if not chunks:
-        return _Receipt(None, None, tuple(files))
+        return _Receipt(None, None, tuple(files), time.monotonic() - started)
     index = encode_index(Index(rank, tuple(chunks)))
     entry = _write_small(storage, pending.file_name(f"index-{rank:05d}.json"), index)
-    return _Receipt(index, entry, tuple(files))
+    return _Receipt(index, entry, tuple(files), time.monotonic() - started)
 
 
 def data_file(rank: int, number: int) -> str:
@@ -244,7 +257,10 @@ def _commit(
     indexes = [decode_index(r.index, f"rank {i}") for i, r in enumerate(receipts) if r.index]
     check_coverage(manifest.tensors, indexes)
     metadata = encode_metadata(manifest.tensors, indexes, captured.names)
-    committed = pending.commit(manifest, metadata, destination.check_writer)
+    token = captured.token
+    destination.reports.written(token, [r.told(rank) for rank, r in enumerate(receipts)])
+    committed = pending.commit(manifest, metadata, lambda: destination.check_writer(token))
+    destination.reports.committed(token, committed)
     return _report(committed, destination)
 
 

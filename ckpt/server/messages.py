@@ -100,9 +100,10 @@ class AttemptOut(Message):
 
 
 class Heartbeat(Message):
-    """A sign of life of one rank. `step` is where training is; `save` the save in flight."""
+    """A sign of life of one rank. `epoch`: that of the attempt, if the rank knows it. `step` is
+    where training is; `save` the save in flight."""
 
-    epoch: Count
+    epoch: Count | None = None
     rank: Annotated[int, Field(ge=0, le=999_999)] = 0
     step: Count | None = None
     save: Token | None = None
@@ -113,12 +114,14 @@ class Heartbeat(Message):
 
 class SaveIn(Message):
     """Reserve the checkpoint `name` of a step. The save's token is in the address; the manifest has
-    it too (`producer.save`), so that files and catalogue find each other."""
+    it too (`producer.save`), so that files and catalogue find each other. `absent`: the writer has
+    looked, and there is no checkpoint of this name in the files, whatever the catalogue says."""
 
     attempt: Token
     epoch: Count
     step: Count
     name: Name
+    absent: bool = False
 
 
 class Receipt(Message):

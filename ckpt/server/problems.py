@@ -10,6 +10,7 @@ from ckpt.errors import (
     LockedError,
     NotAuthorisedError,
     NotFoundError,
+    ReplacedError,
     TryAgainError,
     UsageError,
 )
@@ -27,6 +28,7 @@ _KINDS: tuple[tuple[type[CheckpointError], str, int, str], ...] = (
     (AuthenticationError, "unauthenticated", 401, "A valid token is needed"),
     (NotAuthorisedError, "forbidden", 403, "Not allowed"),
     (NotFoundError, "not-found", 404, "There is no such thing"),
+    (ReplacedError, "replaced", 409, "Another attempt has taken over"),
     (LockedError, "conflict", 409, "Somebody else has it"),
     (DestinationExistsError, "exists", 409, "It exists already"),
     (IncompatibleError, "incompatible", 422, "It does not fit"),

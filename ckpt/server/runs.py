@@ -7,7 +7,7 @@ from datetime import timedelta
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from ckpt.errors import LockedError, UsageError
+from ckpt.errors import LockedError, ReplacedError, UsageError
 from ckpt.server.actors import Actor
 from ckpt.server.checkpoints import GOOD
 from ckpt.server.context import Context, new_id, run_named
@@ -108,7 +108,7 @@ class Runs:
 
     def put_attempt(self, actor: Actor, run_name: str, attempt: str, body: AttemptIn) -> AttemptOut:
         """Register one start of the job, which fences all earlier ones off. The same attempt again
-        is the same attempt. LockedError for an epoch that is not newer than every other one."""
+        is the same attempt. ReplacedError for an epoch that is not newer than every other one."""
         actor.require_run(run_name)
         with self._context.database.write() as session:
             run = run_named(session, run_name, lock=True)
@@ -157,12 +157,12 @@ class Runs:
             return self._attempt_out(run, row)
 
     def heartbeat(self, actor: Actor, run_name: str, attempt: str, body: Heartbeat) -> None:
-        """A sign of life. LockedError for an attempt that has been replaced."""
+        """A sign of life. ReplacedError for an attempt that has been replaced."""
         actor.require_run(run_name)
         with self._context.database.write() as session:
             run = run_named(session, run_name)
             row = attempt_named(session, run, attempt)
-            check_epoch(run, row, body.epoch)
+            check_epoch(run, row, row.epoch if body.epoch is None else body.epoch)
             row.heartbeat_at = self._context.now()
             row.ranks_seen = max(row.ranks_seen, body.rank + 1)
 
@@ -212,16 +212,16 @@ def attempt_named(session: Session, run: Run, attempt: str) -> Attempt:
 
 
 def check_epoch(run: Run, attempt: Attempt, epoch: int) -> None:
-    """LockedError, saying who, if a newer attempt has replaced this one."""
+    """ReplacedError if a newer attempt has replaced this one."""
     if epoch != attempt.epoch:
         raise UsageError(f"attempt {attempt.attempt} has epoch {attempt.epoch}, not {epoch}")
     if epoch < run.epoch:
         raise stale(run, epoch)
 
 
-def stale(run: Run, epoch: int) -> LockedError:
+def stale(run: Run, epoch: int) -> ReplacedError:
     """The error of a writer that was replaced."""
-    return LockedError(
+    return ReplacedError(
         f"run {run.name!r} is at epoch {run.epoch}, and this is epoch {epoch}: another attempt has "
         "replaced this one; stop it, nothing it does is kept"
     )

@@ -59,7 +59,8 @@ class Saves:
             return checkpoint_out(self._context, run.name, known)
 
     def _make_room(self, session: Session, actor: Actor, run: Run, body: SaveIn) -> None:
-        """Fail what an older attempt left under this name. LockedError if it is taken."""
+        """End what an older attempt left under this name, and what is not there any more.
+        LockedError if it is taken."""
         query = select(Checkpoint).where(
             Checkpoint.run_id == run.id, Checkpoint.name == body.name, Checkpoint.live
         )
@@ -67,13 +68,19 @@ class Saves:
         if other is None:
             return
         if other.sha256 is not None:
-            raise LockedError(f"{run.name}/{body.name} exists: it is {other.state}")
-        if other.epoch is not None and other.epoch >= body.epoch:
+            if not body.absent:
+                raise LockedError(f"{run.name}/{body.name} exists: it is {other.state}")
+            other.live = False
+            problem = "its files were gone"
+            move(session, self._context, actor, run, other, "deleted", problem=problem)
+            session.flush()
+            return
+        if other.epoch is not None and other.epoch >= body.epoch and not body.absent:
             raise LockedError(
                 f"{run.name}/{body.name} is being written by save {other.save} of epoch "
                 f"{other.epoch}"
             )
-        self._fail(session, actor, run, other, f"attempt of epoch {body.epoch} took over")
+        self._fail(session, actor, run, other, f"another save of epoch {body.epoch} took over")
 
     def _new(self, run: Run, save: str, body: SaveIn) -> Checkpoint:
         return Checkpoint(
