@@ -22,6 +22,7 @@ from ckpt.coordinator import (
     open_coordinator,
 )
 from ckpt.errors import TryAgainError
+from ckpt.exiting import before_exit
 from ckpt.progress import OnProgress, WriteProgress
 from ckpt.saving import SaveReport, split_path, write_state
 from ckpt.staging import HostBuffer
@@ -88,8 +89,8 @@ class BackgroundSaves:
         """Make the thread and its process group, if that has not been done. A collective."""
         if self._coordinator is None:
             self._coordinator = open_coordinator(self._timeout)
-            # Python waits for its threads at exit, so that a save in flight is completed.
             self._executor = ThreadPoolExecutor(1, "ckpt-save")
+            before_exit(self.join)  # a save in flight is completed
 
     def start(
         self, url: str, step: int | None, work: Callable[[Coordinator], SaveReport]

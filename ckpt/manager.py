@@ -25,6 +25,7 @@ from ckpt.coordinator import (
     open_coordinator,
 )
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, UsageError
+from ckpt.exiting import before_exit
 from ckpt.lease import LEASE_SECONDS, RunLease
 from ckpt.loading import LoadOptions, LoadReport, OnMismatch, load_state
 from ckpt.manifest import Parent
@@ -116,8 +117,11 @@ class CheckpointManager:
             after=self._tidy,
         )
         self._link = None if server is None else self._open_link(server, run, lease_seconds)
-        weakref.finalize(self, self._lease.release)  # also when the program ends without `close`
+        # Also when the program ends without `close`, or the manager is dropped.
+        before_exit(self._lease.release)
+        weakref.finalize(self, self._lease.release)
         if self._link is not None:
+            before_exit(self._link.close)
             weakref.finalize(self, self._link.close)
 
     def __enter__(self) -> Self:

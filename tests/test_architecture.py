@@ -43,7 +43,7 @@ LAYERS = {
     ),
     "ckpt": (
         ("errors", "names", "dtypes", "schema", "processes"),
-        ("progress", "preemption", "heartbeat", "retention"),
+        ("progress", "preemption", "heartbeat", "retention", "exiting"),
         (
             *("manifest_checks", "formats", "formats.inert_pickle", "formats.pickle_writer"),
             *("formats.zip_records", "state", "state.values"),

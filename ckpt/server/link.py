@@ -6,7 +6,7 @@ import logging
 import re
 from dataclasses import dataclass
 
-from ckpt.errors import CheckpointError, NotFoundError, ReplacedError, TryAgainError, UsageError
+from ckpt.errors import NotFoundError, ReplacedError, TryAgainError, UsageError
 from ckpt.heartbeat import Heartbeat as Beating
 from ckpt.lease import BEATS_PER_LEASE
 from ckpt.server.client import Client
@@ -87,11 +87,3 @@ def open_link(
 def run_name(root: Storage) -> str:
     """What a run is called if nobody says: the last part of its root."""
     return root.url.rstrip("/").rpartition("/")[2]
-
-
-def close_quietly(link: ServerLink) -> None:
-    """At the end of a program that did not close its manager."""
-    try:
-        link.close()
-    except CheckpointError as error:
-        log.warning("%s", error)

@@ -334,6 +334,24 @@ def test_a_program_that_ends_completes_its_saves_or_says_why_not(tmp_path: Path)
     assert names(tmp_path) == [checkpoint_name(1)]
 
 
+UPLOADING = """
+import sys, torch
+from ckpt.manager import CheckpointManager
+manager = CheckpointManager(sys.argv[1])
+manager.async_save(1, extra={"t": torch.ones(2**24)})
+"""
+
+
+def test_a_program_that_ends_completes_an_upload_in_parts(s3_bucket: str) -> None:
+    run = f"{s3_bucket}/{uuid.uuid4().hex}"
+    command = [sys.executable, "-c", UPLOADING, run]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    extra = {"t": torch.zeros(2**24)}
+    load(f"{run}/{checkpoint_name(1)}", extra=extra)
+    assert bool((extra["t"] == 1).all())
+
+
 def destroyed_too_early(root: str) -> str:
     gated = GatedStorage(root)
     handle = CheckpointManager(gated).async_save(1, model=model_of(1))
