@@ -29,7 +29,14 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from ckpt.errors import CheckpointError, CorruptError, LockedError, NotFoundError, UsageError
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    LockedError,
+    NotFoundError,
+    ReplacedError,
+    UsageError,
+)
 from ckpt.heartbeat import Heartbeat
 from ckpt.processes import Process, is_gone, this_process
 from ckpt.storage import Storage, StoredFile
@@ -263,11 +270,11 @@ class RunLease:
         return True
 
     def check(self) -> None:
-        """LockedError, saying who, if another job has claimed the run since this one did."""
+        """ReplacedError, saying who, if another job has claimed the run since this one did."""
         claim, now = self.claim, current_writer(self._root)
         if claim is None or now is None or now.claim.process == claim.process:
             return
-        raise LockedError(
+        raise ReplacedError(
             f"{self._root.url} is written by another job now: {now.claim}; this one (attempt "
             f"{claim.attempt[:8]}, epoch {claim.epoch}) gave no sign of life for "
             f"{claim.lease_seconds:g} s and was replaced: stop it, nothing it does is kept"

